@@ -1,0 +1,1 @@
+"""fxhome: a byte budget for a PyTorch training step."""
