@@ -1,0 +1,198 @@
+"""One simulator for search, schedule, report and baselines: placements in, peak and time out.
+
+    problem = Problem(arrays, link, allowed)      numbers only: no graph, no tensor
+    evaluate(problem, placement, budget)          (peak bytes, step us): the search's inner loop
+    simulate(problem, placement, budget)          the same plus program, transfers, curve and holders
+
+`placement` is one int8 per storage (`KEEP`, `SWAP`, ...). `budget` is what graph storages may take: the user's bytes less
+what is resident. The budget steers where copies are waited for and started; the peak returned is the peak of the program
+that results, feasible or not. All byte figures are exact for the program; times are estimates and never change the peak.
+"""
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from fxhome.passes import simulate_kernels as kernels
+from fxhome.passes.simulate_kernels import (
+    COMPRESS,
+    COMPRESS_SWAP,
+    KEEP,
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    SWAP,
+    Link,
+    SimArrays,
+)
+
+__all__ = [
+    "COMPRESS",
+    "COMPRESS_SWAP",
+    "KEEP",
+    "RECOMPUTE",
+    "RECOMPUTE_EACH",
+    "SWAP",
+    "Link",
+    "Problem",
+    "SimArrays",
+    "SimResult",
+    "evaluate",
+    "simulate",
+]
+
+PLACEMENTS = 6
+Placements = npt.NDArray[np.int8]
+
+
+@dataclass(frozen=True, eq=False)
+class Problem:
+    """What the search may decide, in numbers.
+
+    allowed: bool[storages, 6], which placements each storage may take; a row with only KEEP is no decision.
+    group: int32[storages], storages of one group are the same tensor of structurally identical layers; -1 for none.
+    """
+
+    arrays: SimArrays
+    link: Link
+    allowed: npt.NDArray[np.bool_]
+    group: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+
+    @property
+    def num_storages(self) -> int:
+        return int(self.arrays.storage_bytes.shape[0])
+
+    def decisions(self) -> npt.NDArray[np.int64]:
+        """Storages with more than one allowed placement, in order of production."""
+        chosen = np.flatnonzero(self.allowed.sum(axis=1) > 1)
+        return chosen[np.argsort(self.arrays.storage_owner[chosen], kind="stable")]
+
+    def keep_all(self) -> Placements:
+        """Every storage kept that may be (a storage that may not be kept is recomputed)."""
+        return np.where(self.allowed[:, KEEP], KEEP, RECOMPUTE).astype(np.int8)
+
+    def save(self, path: str | Path) -> None:
+        """Write the numbers as an .npz, so that searches can be compared on any machine."""
+        np.savez_compressed(
+            path,
+            allowed=self.allowed,
+            group=self.group,
+            link=np.array(self.link, np.float64),
+            **self.arrays._asdict(),
+        )
+
+    @classmethod
+    def load(cls, path: str | Path) -> "Problem":
+        """Read what `save` wrote."""
+        with np.load(path) as data:
+            arrays = SimArrays(**{name: data[name] for name in SimArrays._fields})
+            return cls(arrays, Link(*(float(x) for x in data["link"])), data["allowed"], data["group"])
+
+
+@dataclass(frozen=True, eq=False)
+class SimResult:
+    """One placement, run. Positions index `program`; `curve[p]` is the bytes alive while instruction p runs.
+
+    forward_length: instructions before the backward. produced / wait_out / issue_in: per storage, -1 where none.
+    """
+
+    peak_bytes: int
+    peak_position: int
+    step_us: float
+    stall_us: float
+    d2h_busy_us: float
+    h2d_busy_us: float
+    host_bytes: int
+    program: npt.NDArray[np.int32]
+    recomputed: npt.NDArray[np.int8]
+    forward_length: int
+    saved: npt.NDArray[np.int8]
+    produced: npt.NDArray[np.int32]
+    last_forward: npt.NDArray[np.int32]
+    first_backward: npt.NDArray[np.int32]
+    last_backward: npt.NDArray[np.int32]
+    wait_out: npt.NDArray[np.int32]
+    issue_in: npt.NDArray[np.int32]
+    curve: npt.NDArray[np.int64]
+    start_us: npt.NDArray[np.float64]
+
+
+def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
+    g = problem.arrays
+    storages = problem.num_storages
+    capacity = 4 * g.node_phase.shape[0] + 64
+    while True:
+        program = np.empty(capacity, np.int32)
+        recomputed = np.empty(capacity, np.int8)
+        saved = np.zeros(storages, np.int8)
+        forward, total = kernels.build(g, placement, program, recomputed, saved)
+        if total >= 0:
+            break
+        capacity *= 4
+    curve = np.zeros(total + 2, np.int64)
+    produced, last_forward, first_backward, last_backward, wait_out, issue_in = (
+        np.empty(storages, np.int32) for _ in range(6)
+    )
+    kernels.liveness(
+        g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward
+    )
+    kernels.transfers(
+        g,
+        placement,
+        saved,
+        program,
+        forward,
+        total,
+        problem.link,
+        budget,
+        curve,
+        produced,
+        last_forward,
+        first_backward,
+        last_backward,
+        wait_out,
+        issue_in,
+    )
+    start_us = np.zeros(total + 1, np.float64)
+    step, stall, out_busy, in_busy = kernels.timeline(
+        g, placement, saved, program, forward, total, problem.link, produced, first_backward, wait_out, issue_in, start_us
+    )
+    start_us[total] = step
+    position = int(np.argmax(curve[: total + 1]))
+    swapped = (saved == 1) & ((placement == SWAP) | (placement == COMPRESS_SWAP))
+    return SimResult(
+        peak_bytes=int(curve[position]),
+        peak_position=position,
+        step_us=float(step),
+        stall_us=float(stall),
+        d2h_busy_us=float(out_busy),
+        h2d_busy_us=float(in_busy),
+        host_bytes=int(g.storage_copy_bytes[swapped].sum()),
+        program=program[:total],
+        recomputed=recomputed[:total],
+        forward_length=int(forward),
+        saved=saved,
+        produced=produced,
+        last_forward=last_forward,
+        first_backward=first_backward,
+        last_backward=last_backward,
+        wait_out=wait_out,
+        issue_in=issue_in,
+        curve=curve[: total + 1],
+        start_us=start_us,
+    )
+
+
+def simulate(problem: Problem, placement: Placements, budget: int) -> SimResult:
+    """Build and run the program of `placement` under `budget` bytes for graph storages."""
+    placement = np.ascontiguousarray(placement, np.int8)
+    rows = np.arange(problem.num_storages)
+    assert problem.allowed[rows, placement].all(), "a placement that the facts do not allow"
+    return _run(problem, placement, budget)
+
+
+def evaluate(problem: Problem, placement: Placements, budget: int) -> tuple[int, float]:
+    """(peak bytes, step us) of `placement` under `budget`; the same figures as `simulate`, with nothing kept."""
+    result = _run(problem, placement, budget)
+    return result.peak_bytes, result.step_us

@@ -1,0 +1,561 @@
+"""The Numba kernels behind `simulate`: program building, liveness, transfer placement, timing.
+
+Everything here works on flat arrays and allocates only arrays whose length is the length of the program. The four steps
+are separate functions, run in this order by `passes.simulate`:
+
+    build      placements            -> the order of every executed node, forward then backward, recomputed ones included
+    liveness   program               -> the interval during which each storage instance is alive
+    transfers  program + intervals   -> where each copy starts and is waited for, so that memory stays under the budget
+    timeline   program + transfers   -> time of every instruction on three engines (compute, device-to-host, host-to-device)
+
+Positions are indices into the program. A storage instance is alive from the instruction that defines it up to and
+including the last instruction that reads it, which is what a Python frame that drops each name after its last use does.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+KEEP, SWAP, RECOMPUTE, RECOMPUTE_EACH, COMPRESS, COMPRESS_SWAP = range(6)
+INPUT, FORWARD, BACKWARD = range(3)
+OWNER, ALIAS, GETITEM, VIRTUAL = range(4)
+
+# An instance of a RECOMPUTE_EACH storage is reused by readers that follow within this many instructions; a later reader
+# gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is pure waste.
+EACH_WINDOW = 12
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Int8 = npt.NDArray[np.int8]
+Float64 = npt.NDArray[np.float64]
+
+
+class SimArrays(NamedTuple):
+    """A joint graph as numbers. Node and storage ids are indices; nodes stand in program order, forward before backward."""
+
+    node_phase: Int8
+    node_kind: Int8
+    node_must_forward: Int8
+    node_time_us: Float64
+    node_workspace: Int64
+    read_start: Int32
+    read_node: Int32
+    own_start: Int32
+    own_storage: Int32
+    backward_alias: Int32  # what a node of the backward reads instead of this node (a clone of a mutated input)
+    root_storage: Int32  # the storage of which this node is the root (the tensor that is saved or copied), or -1
+    storage_bytes: Int64
+    storage_owner: Int32
+    storage_root: Int32
+    storage_held: Int8  # alive to the end of the backward once allocated: forward outputs, gradients
+    storage_copy_bytes: Int64  # bytes a swap moves
+    storage_encoded_bytes: Int64  # device bytes while compressed
+    storage_encode_us: Float64
+    storage_decode_us: Float64
+    forward_output: Int32  # node ids
+    backward_output: Int32  # node ids
+    tangent_storage: Int32
+
+
+class Link(NamedTuple):
+    """Copy engine rates; durations in microseconds are bytes * us_per_byte + latency_us."""
+
+    d2h_us_per_byte: float
+    h2d_us_per_byte: float
+    duplex_slowdown: float  # each direction takes this many times longer while both run
+    latency_us: float
+
+
+@njit(cache=True)
+def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-def]
+    """Write the executed nodes into `program`; return (length of the forward, total length), or (-1, -1) on overflow.
+
+    `saved[s]` becomes 1 where the backward demands storage s from the forward. In the backward, nodes are rebuilt right
+    before the reader that needs them; views are replayed for each reader, so that no view prolongs its base.
+    """
+    n = g.node_phase.shape[0]
+    capacity = program.shape[0]
+    available = np.zeros(n, np.uint8)
+    touched = np.zeros(n, np.int32)
+    stamp = np.full(n, -1, np.int32)
+    stack_node = np.empty(n + 1, np.int32)
+    stack_edge = np.empty(n + 1, np.int32)
+    saved[:] = 0
+    backward = np.empty(capacity, np.int32)
+    backward_recomputed = np.empty(capacity, np.int8)
+    length = 0
+    for reader in range(n):
+        if g.node_phase[reader] != BACKWARD:
+            continue
+        depth = 0
+        stack_node[0] = reader
+        stack_edge[0] = g.read_start[reader]
+        while depth >= 0:
+            node = stack_node[depth]
+            edge = stack_edge[depth]
+            if edge < g.read_start[node + 1]:
+                stack_edge[depth] += 1
+                source = g.backward_alias[g.read_node[edge]]
+                if g.node_phase[source] != FORWARD:
+                    continue
+                storage = g.root_storage[source]
+                choice = -1
+                if storage >= 0:
+                    choice = placement[storage]
+                    if choice != RECOMPUTE and choice != RECOMPUTE_EACH:
+                        saved[storage] = 1
+                        continue
+                    # A fused node is never held: its readers compute it again, which prolongs nothing.
+                    held = choice == RECOMPUTE and g.node_kind[source] != VIRTUAL
+                    if available[source] and (held or length - touched[source] <= EACH_WINDOW):
+                        touched[source] = length
+                        continue
+                if stamp[source] == reader:
+                    continue
+                stamp[source] = reader
+                depth += 1
+                stack_node[depth] = source
+                stack_edge[depth] = g.read_start[source]
+                continue
+            depth -= 1
+            if length + 1 >= capacity:
+                return -1, -1
+            backward[length] = node
+            backward_recomputed[length] = 1 if g.node_phase[node] == FORWARD else 0
+            length += 1
+            if g.node_phase[node] == FORWARD and g.root_storage[node] >= 0 and g.node_kind[node] != GETITEM:
+                available[node] = 1
+                touched[node] = length
+            if g.node_phase[node] == FORWARD and g.own_start[node + 1] - g.own_start[node] >= 1:
+                # All results of a multi-output node are bound at once: the tuple must not outlive this place.
+                for i in range(g.own_start[node], g.own_start[node + 1]):
+                    result = g.own_storage[i]
+                    item = g.storage_root[result]
+                    if item == node or item < 0:
+                        continue
+                    choice = placement[result]
+                    if choice != RECOMPUTE and choice != RECOMPUTE_EACH:
+                        continue
+                    if length + 1 >= capacity:
+                        return -1, -1
+                    stamp[item] = reader
+                    available[item] = 1
+                    touched[item] = length
+                    backward[length] = item
+                    backward_recomputed[length] = 1
+                    length += 1
+                # The getitem that asked for this node may now stand on the stack with all edges done: drop it.
+                while depth >= 0 and g.node_kind[stack_node[depth]] == GETITEM and available[stack_node[depth]] == 1 \
+                        and g.root_storage[stack_node[depth]] >= 0 and g.storage_owner[g.root_storage[stack_node[depth]]] == node:
+                    depth -= 1
+
+    needed = np.zeros(n, np.uint8)
+    for s in range(saved.shape[0]):
+        if saved[s]:
+            needed[g.storage_root[s]] = 1
+    for node in range(n - 1, -1, -1):
+        if g.node_phase[node] != FORWARD:
+            continue
+        if g.node_must_forward[node]:
+            needed[node] = 1
+        if needed[node]:
+            for edge in range(g.read_start[node], g.read_start[node + 1]):
+                needed[g.read_node[edge]] = 1
+    forward = 0
+    for node in range(n):
+        if g.node_phase[node] == FORWARD and needed[node]:
+            if forward + length + 1 >= capacity:
+                return -1, -1
+            program[forward] = node
+            recomputed[forward] = 0
+            forward += 1
+    for i in range(length):
+        program[forward + i] = backward[i]
+        recomputed[forward + i] = backward_recomputed[i]
+    return forward, forward + length
+
+
+@njit(cache=True)
+def liveness(g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward):  # type: ignore[no-untyped-def]
+    """Fill `curve[p]` = bytes alive at instruction p, without what transfers add; and the use positions of swapped storages.
+
+    One pass from the end: when a definition is reached, every later reader of that instance has been seen. Views and
+    virtual (fused, never materialised) nodes pass their last use on to what they read.
+    """
+    n = g.node_phase.shape[0]
+    storages = g.storage_bytes.shape[0]
+    last = np.full(n, -1, np.int32)
+    item_last = np.full(storages, -1, np.int32)
+    first = np.full(n, -1, np.int32)
+    delta = np.zeros(total + 2, np.int64)
+    produced[:] = -1
+    last_forward[:] = -1
+    first_backward[:] = -1
+    last_backward[:] = -1
+    end = total
+    for i in range(g.backward_output.shape[0]):
+        last[g.backward_output[i]] = end
+    for p in range(total - 1, forward - 1, -1):
+        _define(g, placement, saved, program[p], p, last, item_last, first, delta, True, produced)
+    for s in range(storages):
+        root = g.storage_root[s]
+        if root < 0 or g.node_phase[root] != FORWARD:
+            continue
+        if saved[s]:
+            choice = placement[s]
+            if choice != KEEP:
+                first_backward[s] = first[root]
+                last_backward[s] = last[root]
+                last[root] = -1
+        else:
+            last[root] = -1
+    for node in range(n):
+        # A forward node that is not saved has no reader across the boundary; its backward instances are done.
+        if g.node_phase[node] == FORWARD and (g.root_storage[node] < 0 or not saved[g.root_storage[node]]):
+            last[node] = -1
+        item = g.root_storage[node]
+        if item >= 0:
+            item_last[item] = -1
+    for i in range(g.tangent_storage.shape[0]):
+        s = g.tangent_storage[i]
+        stop = end if g.storage_held[s] else last[g.storage_owner[s]]
+        stop = max(stop, forward)
+        delta[forward] += g.storage_bytes[s]
+        delta[stop + 1] -= g.storage_bytes[s]
+    for i in range(g.forward_output.shape[0]):
+        last[g.forward_output[i]] = end
+    for p in range(forward - 1, -1, -1):
+        node = program[p]
+        s = g.root_storage[node]
+        if s >= 0 and saved[s]:
+            produced[s] = p
+            if placement[s] != KEEP:
+                last_forward[s] = max(last[node], p)
+        _define(g, placement, saved, node, p, last, item_last, first, delta, False, produced)
+    running = 0
+    for p in range(total + 1):
+        running += delta[p]
+        curve[p] = running
+    for p in range(total):
+        curve[p] += g.node_workspace[program[p]]
+
+
+@njit(cache=True)
+def _define(g, placement, saved, node, p, last, item_last, first, delta, in_backward, produced):  # type: ignore[no-untyped-def]
+    kind = g.node_kind[node]
+    stop = last[node]
+    last[node] = -1
+    storage = g.root_storage[node]
+    passes_on = kind == ALIAS
+    if kind == VIRTUAL:
+        materialised = storage >= 0 and saved[storage] and not in_backward
+        if materialised:
+            stop = max(stop, p)
+            delta[p] += g.storage_bytes[storage]
+            delta[stop + 1] -= g.storage_bytes[storage]
+        else:
+            passes_on = True
+    elif kind == GETITEM:
+        if storage >= 0:
+            item_last[storage] = max(item_last[storage], stop)
+        else:
+            passes_on = True
+    elif kind == OWNER:
+        for i in range(g.own_start[node], g.own_start[node + 1]):
+            s = g.own_storage[i]
+            until = stop if g.storage_root[s] == node else item_last[s]
+            item_last[s] = -1
+            until = max(until, p)
+            delta[p] += g.storage_bytes[s]
+            delta[until + 1] -= g.storage_bytes[s]
+    reach = p
+    if passes_on:
+        reach = max(p, stop)
+    for edge in range(g.read_start[node], g.read_start[node + 1]):
+        source = g.read_node[edge]
+        if in_backward:
+            source = g.backward_alias[source]
+            first[source] = p
+        if last[source] < reach:
+            last[source] = reach
+
+
+@njit(cache=True)
+def transfers(g, placement, saved, program, forward, total, link, budget, curve, produced, last_forward, first_backward, last_backward, wait_out, issue_in):  # type: ignore[no-untyped-def]
+    """Place the waits of swap-outs and the starts of swap-ins; add what they hold to `curve`. Times here ignore stalls.
+
+    `wait_out[s]`: the copy of s to the host is waited for right before this instruction, and its source released.
+    `issue_in[s]`: the device buffer of s is taken and its copy started right before this instruction.
+    """
+    storages = g.storage_bytes.shape[0]
+    wait_out[:] = -1
+    issue_in[:] = -1
+    count = 0
+    for s in range(storages):
+        if saved[s] and placement[s] != KEEP:
+            count += 1
+    order = np.empty(count, np.int32)
+    k = 0
+    for p in range(forward):
+        s = g.root_storage[program[p]]
+        if s >= 0 and saved[s] and placement[s] != KEEP and produced[s] == p:
+            order[k] = s
+            k += 1
+    time_at = np.empty(total + 1, np.float64)
+    # Encoded storages: full bytes to the last forward reader, encoded bytes to the first backward one, full bytes again.
+    for i in range(count):
+        s = order[i]
+        if placement[s] == COMPRESS:
+            wait_out[s] = last_forward[s] + 1
+            issue_in[s] = first_backward[s]
+            curve[last_forward[s]] += g.storage_encoded_bytes[s]
+            for p in range(last_forward[s] + 1, first_backward[s] + 1):
+                curve[p] += g.storage_encoded_bytes[s]
+            for p in range(first_backward[s], last_backward[s] + 1):
+                curve[p] += g.storage_bytes[s]
+
+    queue = np.empty(count, np.int32)
+    finish = np.empty(count, np.float64)
+    queued = 0
+    head = 0
+    next_out = 0
+    now = 0.0
+    d2h_free = 0.0
+    extra = 0
+    for p in range(total):
+        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest one is waited for.
+        i = head
+        while i < queued:
+            s = queue[i]
+            if s < 0:
+                if i == head:
+                    head += 1
+                i += 1
+                continue
+            if p > last_forward[s] and finish[i] <= now:
+                wait_out[s] = p
+                extra -= g.storage_bytes[s]
+                queue[i] = -1
+            elif finish[i] > now:
+                break
+            i += 1
+        i = head
+        while i < queued and curve[p] + extra > budget:
+            s = queue[i]
+            if s >= 0 and p > last_forward[s]:
+                now = max(now, finish[i])
+                wait_out[s] = p
+                extra -= g.storage_bytes[s]
+                queue[i] = -1
+            i += 1
+        if p >= forward:
+            # The host copy is read only after its wait.
+            i = head
+            while i < queued:
+                s = queue[i]
+                if s >= 0 and first_backward[s] <= p:
+                    now = max(now, finish[i])
+                    wait_out[s] = p
+                    extra -= g.storage_bytes[s]
+                    queue[i] = -1
+                i += 1
+        curve[p] += extra
+        time_at[p] = now
+        now += g.node_time_us[program[p]]
+        for i in range(head, queued):
+            s = queue[i]
+            if s >= 0 and last_forward[s] == p:
+                extra += g.storage_bytes[s]
+        while next_out < count and produced[order[next_out]] <= p and p < forward:
+            s = order[next_out]
+            next_out += 1
+            if placement[s] == COMPRESS:
+                continue
+            start = max(now, d2h_free)
+            d2h_free = start + link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
+            queue[queued] = s
+            finish[queued] = d2h_free
+            queued += 1
+            if last_forward[s] <= p:
+                extra += g.storage_bytes[s]
+    time_at[total] = now
+
+    # Prefetches: the latest start that still meets every later deadline, then as early as memory allows, in deadline order.
+    swaps = 0
+    for i in range(count):
+        if placement[order[i]] != COMPRESS:
+            order[swaps] = order[i]
+            swaps += 1
+    keys = np.empty(swaps, np.int64)
+    for i in range(swaps):
+        keys[i] = first_backward[order[i]]
+    rank = np.argsort(keys, kind="mergesort")
+    latest = np.empty(swaps, np.float64)
+    limit = np.inf
+    for k in range(swaps - 1, -1, -1):
+        s = order[rank[k]]
+        stop = min(limit, time_at[first_backward[s]])
+        latest[k] = stop - link.latency_us - g.storage_copy_bytes[s] * link.h2d_us_per_byte
+        limit = latest[k]
+    previous = forward
+    for k in range(swaps):
+        s = order[rank[k]]
+        use = first_backward[s]
+        size = g.storage_bytes[s]
+        lowest = max(previous, wait_out[s])
+        q = use
+        while q > lowest and time_at[q] > latest[k] and curve[q - 1] + size <= budget:
+            q -= 1
+        issue_in[s] = q
+        previous = q
+        for p in range(q, last_backward[s] + 1):
+            curve[p] += size
+    return time_at[total]
+
+
+@njit(cache=True)
+def timeline(g, placement, saved, program, forward, total, link, produced, first_backward, wait_out, issue_in, start_us):  # type: ignore[no-untyped-def]
+    """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
+
+    Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
+    measured duplex factor. A wait stalls compute until its copy has ended.
+    """
+    storages = g.storage_bytes.shape[0]
+    count = 0
+    for s in range(storages):
+        if saved[s] and placement[s] != KEEP:
+            count += 1
+    # Events by position: which storages start, wait or issue there.
+    out_queue = np.empty(count, np.int32)
+    in_queue = np.empty(count, np.int32)
+    by_wait = np.full(total + 2, -1, np.int32)
+    by_issue = np.full(total + 2, -1, np.int32)
+    by_use = np.full(total + 2, -1, np.int32)
+    next_wait = np.full(storages, -1, np.int32)
+    next_issue = np.full(storages, -1, np.int32)
+    next_use = np.full(storages, -1, np.int32)
+    for s in range(storages - 1, -1, -1):
+        if saved[s] and placement[s] != KEEP:
+            p = min(wait_out[s], total) if wait_out[s] >= 0 else total
+            next_wait[s] = by_wait[p]
+            by_wait[p] = s
+            if issue_in[s] >= 0:
+                next_issue[s] = by_issue[issue_in[s]]
+                by_issue[issue_in[s]] = s
+                next_use[s] = by_use[first_backward[s]]
+                by_use[first_backward[s]] = s
+    out_done = np.full(storages, -1.0)
+    in_done = np.full(storages, -1.0)
+    out_head = out_tail = in_head = in_tail = 0
+    out_left = in_left = 0.0
+    engine = 0.0  # time up to which the copy engines have been advanced
+    now = 0.0
+    stall = 0.0
+    out_busy = in_busy = 0.0
+    for p in range(total + 1):
+        s = by_wait[p]
+        while s >= 0:
+            if placement[s] == COMPRESS:
+                now += g.storage_encode_us[s]
+            else:
+                while out_done[s] < 0.0:
+                    target = max(now, engine)
+                    if out_head < out_tail:
+                        engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
+                            g, link, np.inf, True, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
+                        )
+                        out_busy += ob
+                        in_busy += ib
+                    else:
+                        out_done[s] = target
+                if out_done[s] > now:
+                    stall += out_done[s] - now
+                    now = out_done[s]
+            s = next_wait[s]
+        if p == total:
+            break
+        s = by_issue[p]
+        while s >= 0:
+            if placement[s] == COMPRESS:
+                now += g.storage_decode_us[s]
+            else:
+                engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
+                    g, link, now, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
+                )
+                out_busy += ob
+                in_busy += ib
+                if in_head == in_tail:
+                    in_left = link.latency_us + g.storage_copy_bytes[s] * link.h2d_us_per_byte
+                in_queue[in_tail] = s
+                in_tail += 1
+            s = next_issue[s]
+        s = by_use[p]
+        while s >= 0:
+            if placement[s] != COMPRESS:
+                while in_done[s] < 0.0:
+                    engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
+                        g, link, np.inf, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
+                    )
+                    out_busy += ob
+                    in_busy += ib
+                if in_done[s] > now:
+                    stall += in_done[s] - now
+                    now = in_done[s]
+            s = next_use[s]
+        start_us[p] = now
+        now += g.node_time_us[program[p]]
+        if p < forward:
+            s = g.root_storage[program[p]]
+            if s >= 0 and saved[s] and placement[s] != KEEP and placement[s] != COMPRESS and produced[s] == p:
+                engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
+                    g, link, now, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
+                )
+                out_busy += ob
+                in_busy += ib
+                if out_head == out_tail:
+                    out_left = link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
+                out_queue[out_tail] = s
+                out_tail += 1
+    return now, stall, out_busy, in_busy
+
+
+@njit(cache=True)
+def _advance(g, link, until, stop_at_out, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done):  # type: ignore[no-untyped-def]
+    """Let the copy engines run to `until`, or, where `until` is infinite, to the end of the next copy (of the out queue)."""
+    out_busy = in_busy = 0.0
+    while engine < until and (out_head < out_tail or in_head < in_tail):
+        out_active = out_head < out_tail
+        in_active = in_head < in_tail
+        speed = 1.0 / link.duplex_slowdown if out_active and in_active else 1.0
+        step = until - engine
+        if out_active:
+            step = min(step, out_left / speed)
+        if in_active:
+            step = min(step, in_left / speed)
+        engine += step
+        ended_out = ended_in = False
+        if out_active:
+            out_busy += step
+            out_left -= step * speed
+            if out_left <= 1e-9:
+                out_done[out_queue[out_head]] = engine
+                out_head += 1
+                ended_out = True
+                if out_head < out_tail:
+                    out_left = link.latency_us + g.storage_copy_bytes[out_queue[out_head]] * link.d2h_us_per_byte
+        if in_active:
+            in_busy += step
+            in_left -= step * speed
+            if in_left <= 1e-9:
+                in_done[in_queue[in_head]] = engine
+                in_head += 1
+                ended_in = True
+                if in_head < in_tail:
+                    in_left = link.latency_us + g.storage_copy_bytes[in_queue[in_head]] * link.h2d_us_per_byte
+        if until == np.inf and (ended_out or (ended_in and not stop_at_out)):
+            break
+    if until != np.inf and engine < until:
+        engine = until
+    return engine, out_left, in_left, out_head, in_head, out_busy, in_busy
