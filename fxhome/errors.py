@@ -1,7 +1,7 @@
 """Every error that fxhome raises on purpose.
 
-One base, `FxhomeError`; each child also derives from the built-in that a caller would expect. A message says where, what
-was given, what is allowed and what to do next.
+One base, `FxhomeError`; each child also derives from the built-in that a caller would expect. A message says where,
+what was given, what is allowed and what to do next.
 """
 
 from __future__ import annotations
