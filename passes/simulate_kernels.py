@@ -195,91 +195,86 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
     first_backward[:] = -1
     last_backward[:] = -1
     end = total
+    node_phase = g.node_phase
+    node_kind = g.node_kind
+    root_storage = g.root_storage
+    storage_root = g.storage_root
+    storage_bytes = g.storage_bytes
+    own_start = g.own_start
+    own_storage = g.own_storage
+    read_start = g.read_start
+    read_node = g.read_node
+    backward_alias = g.backward_alias
     for i in range(g.backward_output.shape[0]):
         last[g.backward_output[i]] = end
-    for p in range(total - 1, forward - 1, -1):
-        _define(g, placement, saved, program[p], p, last, item_last, first, delta, True, produced)
-    for s in range(storages):
-        root = g.storage_root[s]
-        if root < 0 or g.node_phase[root] != FORWARD:
-            continue
-        if saved[s]:
-            choice = placement[s]
-            if choice != KEEP:
-                first_backward[s] = first[root]
-                last_backward[s] = last[root]
-                last[root] = -1
-        else:
-            last[root] = -1
-    for node in range(n):
-        # A forward node that is not saved has no reader across the boundary; its backward instances are done.
-        if g.node_phase[node] == FORWARD and (g.root_storage[node] < 0 or not saved[g.root_storage[node]]):
-            last[node] = -1
-        item = g.root_storage[node]
-        if item >= 0:
-            item_last[item] = -1
-    for i in range(g.tangent_storage.shape[0]):
-        s = g.tangent_storage[i]
-        stop = end if g.storage_held[s] else last[g.storage_owner[s]]
-        stop = max(stop, forward)
-        delta[forward] += g.storage_bytes[s]
-        delta[stop + 1] -= g.storage_bytes[s]
-    for i in range(g.forward_output.shape[0]):
-        last[g.forward_output[i]] = end
-    for p in range(forward - 1, -1, -1):
+    in_backward = True
+    for p in range(total - 1, -2, -1):
+        if p == forward - 1:
+            in_backward = False
+            for s in range(storages):
+                root = storage_root[s]
+                if root >= 0 and saved[s] and placement[s] != KEEP:
+                    first_backward[s] = first[root]
+                    last_backward[s] = last[root]
+                    last[root] = -1
+                item_last[s] = -1
+            for node in range(n):
+                # A forward node that is not saved has no reader across the boundary; its backward instances are done.
+                if node_phase[node] == FORWARD and (root_storage[node] < 0 or not saved[root_storage[node]]):
+                    last[node] = -1
+            for i in range(g.tangent_storage.shape[0]):
+                s = g.tangent_storage[i]
+                stop = end if g.storage_held[s] else max(last[g.storage_owner[s]], forward)
+                delta[forward] += storage_bytes[s]
+                delta[stop + 1] -= storage_bytes[s]
+            for i in range(g.forward_output.shape[0]):
+                last[g.forward_output[i]] = end
+        if p < 0:
+            break
         node = program[p]
-        s = g.root_storage[node]
-        if s >= 0 and saved[s]:
-            produced[s] = p
-            if placement[s] != KEEP:
-                last_forward[s] = max(last[node], p)
-        _define(g, placement, saved, node, p, last, item_last, first, delta, False, produced)
+        kind = node_kind[node]
+        stop = last[node]
+        last[node] = -1
+        storage = root_storage[node]
+        if not in_backward and storage >= 0 and saved[storage]:
+            produced[storage] = p
+            if placement[storage] != KEEP:
+                last_forward[storage] = max(stop, p)
+        passes_on = kind == ALIAS
+        if kind == OWNER:
+            for i in range(own_start[node], own_start[node + 1]):
+                s = own_storage[i]
+                until = stop if storage_root[s] == node else item_last[s]
+                item_last[s] = -1
+                until = max(until, p)
+                delta[p] += storage_bytes[s]
+                delta[until + 1] -= storage_bytes[s]
+        elif kind == GETITEM:
+            if storage >= 0:
+                item_last[storage] = max(item_last[storage], stop)
+            else:
+                passes_on = True
+        elif kind == VIRTUAL:
+            if storage >= 0 and saved[storage] and not in_backward:
+                stop = max(stop, p)
+                delta[p] += storage_bytes[storage]
+                delta[stop + 1] -= storage_bytes[storage]
+            else:
+                passes_on = True
+        reach = max(p, stop) if passes_on else p
+        for edge in range(read_start[node], read_start[node + 1]):
+            source = read_node[edge]
+            if in_backward:
+                source = backward_alias[source]
+                first[source] = p
+            if last[source] < reach:
+                last[source] = reach
     running = 0
     for p in range(total + 1):
         running += delta[p]
         curve[p] = running
     for p in range(total):
         curve[p] += g.node_workspace[program[p]]
-
-
-@njit(cache=True)
-def _define(g, placement, saved, node, p, last, item_last, first, delta, in_backward, produced):  # type: ignore[no-untyped-def]
-    kind = g.node_kind[node]
-    stop = last[node]
-    last[node] = -1
-    storage = g.root_storage[node]
-    passes_on = kind == ALIAS
-    if kind == VIRTUAL:
-        materialised = storage >= 0 and saved[storage] and not in_backward
-        if materialised:
-            stop = max(stop, p)
-            delta[p] += g.storage_bytes[storage]
-            delta[stop + 1] -= g.storage_bytes[storage]
-        else:
-            passes_on = True
-    elif kind == GETITEM:
-        if storage >= 0:
-            item_last[storage] = max(item_last[storage], stop)
-        else:
-            passes_on = True
-    elif kind == OWNER:
-        for i in range(g.own_start[node], g.own_start[node + 1]):
-            s = g.own_storage[i]
-            until = stop if g.storage_root[s] == node else item_last[s]
-            item_last[s] = -1
-            until = max(until, p)
-            delta[p] += g.storage_bytes[s]
-            delta[until + 1] -= g.storage_bytes[s]
-    reach = p
-    if passes_on:
-        reach = max(p, stop)
-    for edge in range(g.read_start[node], g.read_start[node + 1]):
-        source = g.read_node[edge]
-        if in_backward:
-            source = g.backward_alias[source]
-            first[source] = p
-        if last[source] < reach:
-            last[source] = reach
 
 
 @njit(cache=True)
@@ -427,9 +422,7 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
     for s in range(storages):
         if saved[s] and placement[s] != KEEP:
             count += 1
-    # Events by position: which storages start, wait or issue there.
-    out_queue = np.empty(count, np.int32)
-    in_queue = np.empty(count, np.int32)
+    # Per position, a linked list of the storages that are waited for, issued or first read there.
     by_wait = np.full(total + 2, -1, np.int32)
     by_issue = np.full(total + 2, -1, np.int32)
     by_use = np.full(total + 2, -1, np.int32)
@@ -441,38 +434,35 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
             p = min(wait_out[s], total) if wait_out[s] >= 0 else total
             next_wait[s] = by_wait[p]
             by_wait[p] = s
-            if issue_in[s] >= 0:
-                next_issue[s] = by_issue[issue_in[s]]
-                by_issue[issue_in[s]] = s
-                next_use[s] = by_use[first_backward[s]]
-                by_use[first_backward[s]] = s
-    out_done = np.full(storages, -1.0)
-    in_done = np.full(storages, -1.0)
-    out_head = out_tail = in_head = in_tail = 0
-    out_left = in_left = 0.0
-    engine = 0.0  # time up to which the copy engines have been advanced
+            next_issue[s] = by_issue[issue_in[s]]
+            by_issue[issue_in[s]] = s
+            next_use[s] = by_use[first_backward[s]]
+            by_use[first_backward[s]] = s
+    out = np.empty((count + 1, 2), np.float64)  # [work left in us at full speed, time it ended]
+    into = np.empty((count + 1, 2), np.float64)
+    out_index = np.full(storages, -1, np.int32)
+    in_index = np.full(storages, -1, np.int32)
+    # engine[0]: time up to which the copy engines have run; busy[0], busy[1]: their busy time; ends: head and tail of each queue
+    engine = np.zeros(1, np.float64)
+    busy = np.zeros(2, np.float64)
+    ends = np.zeros(4, np.int64)
+    slowdown = link.duplex_slowdown
+    node_time = g.node_time_us
+    root_storage = g.root_storage
     now = 0.0
     stall = 0.0
-    out_busy = in_busy = 0.0
     for p in range(total + 1):
         s = by_wait[p]
         while s >= 0:
             if placement[s] == COMPRESS:
                 now += g.storage_encode_us[s]
             else:
-                while out_done[s] < 0.0:
-                    target = max(now, engine)
-                    if out_head < out_tail:
-                        engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
-                            g, link, np.inf, True, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
-                        )
-                        out_busy += ob
-                        in_busy += ib
-                    else:
-                        out_done[s] = target
-                if out_done[s] > now:
-                    stall += out_done[s] - now
-                    now = out_done[s]
+                i = out_index[s]
+                if ends[0] <= i:
+                    _run_engines(np.inf, i, -1, slowdown, engine, busy, ends, out, into)
+                if out[i, 1] > now:
+                    stall += out[i, 1] - now
+                    now = out[i, 1]
             s = next_wait[s]
         if p == total:
             break
@@ -481,81 +471,63 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
             if placement[s] == COMPRESS:
                 now += g.storage_decode_us[s]
             else:
-                engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
-                    g, link, now, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
-                )
-                out_busy += ob
-                in_busy += ib
-                if in_head == in_tail:
-                    in_left = link.latency_us + g.storage_copy_bytes[s] * link.h2d_us_per_byte
-                in_queue[in_tail] = s
-                in_tail += 1
+                _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
+                in_index[s] = ends[3]
+                into[ends[3], 0] = link.latency_us + g.storage_copy_bytes[s] * link.h2d_us_per_byte
+                ends[3] += 1
             s = next_issue[s]
         s = by_use[p]
         while s >= 0:
             if placement[s] != COMPRESS:
-                while in_done[s] < 0.0:
-                    engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
-                        g, link, np.inf, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
-                    )
-                    out_busy += ob
-                    in_busy += ib
-                if in_done[s] > now:
-                    stall += in_done[s] - now
-                    now = in_done[s]
+                i = in_index[s]
+                if ends[2] <= i:
+                    _run_engines(np.inf, -1, i, slowdown, engine, busy, ends, out, into)
+                if into[i, 1] > now:
+                    stall += into[i, 1] - now
+                    now = into[i, 1]
             s = next_use[s]
         start_us[p] = now
-        now += g.node_time_us[program[p]]
+        now += node_time[program[p]]
         if p < forward:
-            s = g.root_storage[program[p]]
+            s = root_storage[program[p]]
             if s >= 0 and saved[s] and placement[s] != KEEP and placement[s] != COMPRESS and produced[s] == p:
-                engine, out_left, in_left, out_head, in_head, ob, ib = _advance(
-                    g, link, now, False, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done
-                )
-                out_busy += ob
-                in_busy += ib
-                if out_head == out_tail:
-                    out_left = link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
-                out_queue[out_tail] = s
-                out_tail += 1
-    return now, stall, out_busy, in_busy
+                _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
+                out_index[s] = ends[1]
+                out[ends[1], 0] = link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
+                ends[1] += 1
+    return now, stall, busy[0], busy[1]
 
 
 @njit(cache=True)
-def _advance(g, link, until, stop_at_out, engine, out_queue, out_head, out_tail, out_left, in_queue, in_head, in_tail, in_left, out_done, in_done):  # type: ignore[no-untyped-def]
-    """Let the copy engines run to `until`, or, where `until` is infinite, to the end of the next copy (of the out queue)."""
-    out_busy = in_busy = 0.0
-    while engine < until and (out_head < out_tail or in_head < in_tail):
-        out_active = out_head < out_tail
-        in_active = in_head < in_tail
-        speed = 1.0 / link.duplex_slowdown if out_active and in_active else 1.0
-        step = until - engine
-        if out_active:
-            step = min(step, out_left / speed)
-        if in_active:
-            step = min(step, in_left / speed)
-        engine += step
-        ended_out = ended_in = False
-        if out_active:
-            out_busy += step
-            out_left -= step * speed
-            if out_left <= 1e-9:
-                out_done[out_queue[out_head]] = engine
-                out_head += 1
-                ended_out = True
-                if out_head < out_tail:
-                    out_left = link.latency_us + g.storage_copy_bytes[out_queue[out_head]] * link.d2h_us_per_byte
-        if in_active:
-            in_busy += step
-            in_left -= step * speed
-            if in_left <= 1e-9:
-                in_done[in_queue[in_head]] = engine
-                in_head += 1
-                ended_in = True
-                if in_head < in_tail:
-                    in_left = link.latency_us + g.storage_copy_bytes[in_queue[in_head]] * link.h2d_us_per_byte
-        if until == np.inf and (ended_out or (ended_in and not stop_at_out)):
+def _run_engines(until, out_goal, in_goal, slowdown, engine, busy, ends, out, into):  # type: ignore[no-untyped-def]
+    """Let both copy engines run to time `until`, or until copy `out_goal` / `in_goal` of its queue has ended."""
+    while engine[0] < until:
+        out_active = ends[0] < ends[1]
+        in_active = ends[2] < ends[3]
+        if not out_active and not in_active:
             break
-    if until != np.inf and engine < until:
-        engine = until
-    return engine, out_left, in_left, out_head, in_head, out_busy, in_busy
+        if out_goal >= 0 and ends[0] > out_goal:
+            return
+        if in_goal >= 0 and ends[2] > in_goal:
+            return
+        factor = slowdown if out_active and in_active else 1.0
+        step = until - engine[0]
+        if out_active:
+            step = min(step, out[ends[0], 0] * factor)
+        if in_active:
+            step = min(step, into[ends[2], 0] * factor)
+        engine[0] += step
+        if out_active:
+            busy[0] += step
+            out[ends[0], 0] -= step / factor
+            if out[ends[0], 0] <= 1e-9:
+                out[ends[0], 1] = engine[0]
+                ends[0] += 1
+        if in_active:
+            busy[1] += step
+            into[ends[2], 0] -= step / factor
+            if into[ends[2], 0] <= 1e-9:
+                into[ends[2], 1] = engine[0]
+                ends[2] += 1
+    if until != np.inf and engine[0] < until:
+        engine[0] = until
