@@ -6,6 +6,9 @@ what was given, what is allowed and what to do next.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
 
 class FxhomeError(Exception):
     """Base of every error of fxhome."""
@@ -66,6 +69,12 @@ class InfeasibleBudgetError(FxhomeError, ValueError):
     def __reduce__(self) -> tuple[object, ...]:
         """Keep the keyword attributes when the error crosses a process boundary."""
         return _rebuild_infeasible, (str(self), self.minimum_bytes, self.budget_bytes, self.holders)
+
+
+def nearest(given: str, names: Iterable[str]) -> str:
+    """A hint for a message: the name closest to `given`, or nothing when none is close."""
+    matches = difflib.get_close_matches(given, list(names), n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
 def _rebuild_infeasible(

@@ -6,7 +6,6 @@ the value, what is allowed and the nearest name.
 
 from __future__ import annotations
 
-import difflib
 import hashlib
 import json
 import math
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from fxhome.budget import Budget, parse_budget, parse_bytes
-from fxhome.errors import OptionError
+from fxhome.errors import OptionError, nearest
 from fxhome.placement import Plan, load_plans
 from fxhome.units import format_bytes
 
@@ -82,7 +81,7 @@ class Options:
         names = [entry.name for entry in fields(cls)]
         for key in values:
             if key not in names:
-                raise OptionError(f"unknown option {key!r}{_nearest(key, names)}; allowed: {', '.join(names)}")
+                raise OptionError(f"unknown option {key!r}{nearest(key, names)}; allowed: {', '.join(names)}")
         # None means "as if absent" for every option, so that front doors can pass their own defaults through.
         given = {name: values[name] for name in names if values.get(name) is not None}
         parsed = {name: _READERS[name](name, value) for name, value in given.items()}
@@ -119,11 +118,6 @@ def _check_reserve(reserve_bytes: int, budget_bytes: int) -> None:
         )
 
 
-def _nearest(given: str, names: Iterable[str]) -> str:
-    matches = difflib.get_close_matches(given, list(names), n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""
-
-
 def _read_budget(name: str, value: object) -> Budget:
     return parse_budget(value, name=name)
 
@@ -157,7 +151,7 @@ def _read_seconds(name: str, value: object) -> float:
 def _read_choice(choices: tuple[str, ...]) -> Callable[[str, object], str]:
     def read(name: str, value: object) -> str:
         if value not in choices or not isinstance(value, str):
-            hint = _nearest(value, choices) if isinstance(value, str) else ""
+            hint = nearest(value, choices) if isinstance(value, str) else ""
             raise OptionError(f"{name}={value!r} is not allowed{hint}; choose one of {', '.join(choices)}")
         return value
 

@@ -43,7 +43,7 @@ def progress_shown(shown: bool | None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Advance]:
-    """Show one bar while the block runs; `total` None means an unknown amount. A bar inside a bar becomes a second line."""
+    """Show one bar while the block runs (`total` None: amount unknown); a bar inside a bar becomes a second line."""
     if not _is_shown():
         yield _ignore
         return
