@@ -1,0 +1,220 @@
+"""Copies between a device and the host pool, ordered by events. The host never waits for the device.
+
+    swap_out        d2h stream waits for the work queued so far, then copies; an event marks the end
+    swap_out_wait   the current stream waits for that event; the source may be freed afterwards
+    swap_in         buffer allocated on the current stream; h2d stream waits for the work queued so far, then copies
+    swap_in_wait    the current stream waits for that copy; the host slot may be freed afterwards
+
+A transfer's state hangs on its host slot, found by the host tensor's address while the slot lives: addresses are
+recycled, live slots are not. One stream per direction and device: copies of one direction run in the order issued.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable
+
+import torch
+
+from fxhome.errors import DeviceError
+from fxhome.runtime import stand_in
+from fxhome.runtime.free_space import Fence
+from fxhome.runtime.host_pool import host_pool
+from fxhome.runtime.slot import HostSlot, IncomingCopy, OutgoingCopy
+
+_RING_LENGTH = 256
+
+
+class _CopyQueue:
+    """One direction of one device: a stream and a ring of events.
+
+    An event of the ring is recorded again after `_RING_LENGTH` copies. Whoever waits for it later waits for a later
+    copy of the same stream, already issued: never too early, and no cycle is possible.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device)
+        self.key = (device.index, self.stream.cuda_stream)
+        self._orders = itertools.count()
+        self._ends = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
+        self._starts = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
+
+    def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> Fence:
+        """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
+        order = next(self._orders)
+        start, end = self._starts[order % _RING_LENGTH], self._ends[order % _RING_LENGTH]
+        start.record(torch.cuda.current_stream(self.stream.device))
+        self.stream.wait_event(start)
+        for fence in slot.fences:
+            if fence.queue != self.key:
+                self.stream.wait_event(fence.event)
+        with self.stream:
+            target.copy_(source, True)
+        end.record(self.stream)
+        fence = Fence(self.key, order, end)
+        slot.add_fence(fence)
+        return fence
+
+
+class _CudaLink:
+    """The two copy queues of one CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.out = _CopyQueue(device)
+        self.back = _CopyQueue(device)
+
+
+_links: dict[int, _CudaLink] = {}
+_links_lock = threading.Lock()
+
+
+def _link(device: torch.device) -> _CudaLink:
+    link = _links.get(device.index)
+    if link is None:
+        with _links_lock:
+            link = _links.get(device.index) or _links.setdefault(device.index, _CudaLink(device))
+    return link
+
+
+def swap_out(src: torch.Tensor) -> torch.Tensor:
+    """Start copying the whole storage of `src` to a host slot; return that slot's uint8 tensor."""
+    _check_device(src.device, "swap_out")
+    storage = src.untyped_storage()
+    is_cuda = src.device.type == "cuda"
+    host, slot = host_pool().empty(storage.nbytes(), pinned=is_cuda)
+    if slot is None:
+        return host
+    if is_cuda:
+        fence = _link(src.device).out.copy(host.untyped_storage(), storage, slot)
+        slot.outgoing = OutgoingCopy(functools.partial(_wait_for, fence))
+    else:
+        slot.outgoing = OutgoingCopy(stand_in.start_out(slot, storage))
+    return host
+
+
+def swap_out_wait(host: torch.Tensor, src: torch.Tensor) -> torch.Tensor:
+    """Order the current stream after the copy that `swap_out` started; return `host`.
+
+    May be asked for again (a retained graph runs its backward twice). Raises RuntimeError without a `swap_out`.
+    """
+    if host.numel() == 0:
+        return host
+    slot = _slot(host, "swap_out_wait")
+    if slot.outgoing is None:
+        raise RuntimeError(
+            "fxhome::swap_out_wait: no swap_out ever filled this host buffer; graph rule: each wait follows exactly "
+            "one swap_out and takes its result unchanged"
+        )
+    slot.outgoing.finish(src)
+    slot.outgoing.is_waited = True
+    return host
+
+
+def swap_in(
+    host: torch.Tensor,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """Start copying a host slot back; return a tensor of that geometry on a new storage of `host.numel()` bytes.
+
+    Raises RuntimeError when the slot's own swap_out was not waited for, or the geometry needs more bytes.
+    """
+    _check_device(device, "swap_in")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    _check_geometry(host.numel(), size, stride, storage_offset, dtype)
+    storage = torch.empty(host.numel(), dtype=torch.uint8, device=device).untyped_storage()
+    buffer = torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
+    if host.numel() == 0:
+        return buffer
+    slot = _slot(host, "swap_in")
+    if slot.outgoing is not None and not slot.outgoing.is_waited:
+        raise RuntimeError(
+            "fxhome::swap_in: the swap_out of this host buffer was not waited for; graph rule: swap_in takes the "
+            "result of swap_out_wait"
+        )
+    if device.type == "cuda":
+        fence = _link(device).back.copy(storage, host.untyped_storage(), slot)
+        finish: Callable[[], None] = functools.partial(_wait_on_both, fence, torch.cuda.current_stream(device))
+    else:
+        finish = stand_in.start_in(slot, storage)
+    slot.incoming[storage.data_ptr()] = IncomingCopy(buffer, finish)
+    return buffer
+
+
+def swap_in_wait(dev: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+    """Order the current stream after the copy that `swap_in` started; return `dev`. Raises RuntimeError without one."""
+    if host.numel() == 0:
+        return dev
+    copy = _slot(host, "swap_in_wait").incoming.pop(dev.untyped_storage().data_ptr(), None)
+    if copy is None:
+        raise RuntimeError(
+            "fxhome::swap_in_wait: no swap_in into this buffer is pending; graph rule: each swap_in has exactly one "
+            "wait, which takes its result and its host buffer unchanged"
+        )
+    copy.finish()
+    return dev
+
+
+def prepare_host_write(slot: HostSlot, device: torch.device) -> None:
+    """Make `device`'s current stream wait until no earlier copy uses the slot: for kernels that write to the host."""
+    stream = torch.cuda.current_stream(device)
+    for fence in slot.fences:
+        stream.wait_event(fence.event)
+
+
+def note_host_use(slot: HostSlot, device: torch.device) -> None:
+    """Guard the slot until the work queued so far on `device`'s current stream is done: for kernels that use it."""
+    stream = torch.cuda.current_stream(device)
+    event = torch.cuda.Event()
+    event.record(stream)
+    slot.add_fence(Fence((device.index, stream.cuda_stream), next(_use_orders), event))
+
+
+_use_orders = itertools.count()
+
+
+def _wait_for(fence: Fence, src: torch.Tensor) -> None:
+    torch.cuda.current_stream(src.device).wait_event(fence.event)
+
+
+def _wait_on_both(fence: Fence, allocated_on: torch.cuda.Stream) -> None:
+    """The reader's stream waits, and so does the stream that will get the buffer's memory back."""
+    current = torch.cuda.current_stream(allocated_on.device)
+    current.wait_event(fence.event)
+    if current.cuda_stream != allocated_on.cuda_stream:
+        allocated_on.wait_event(fence.event)
+
+
+def _slot(host: torch.Tensor, operator: str) -> HostSlot:
+    slot = host_pool().slot_of(host)
+    if slot is None:
+        raise RuntimeError(
+            f"fxhome::{operator}: the host buffer ({host.numel()} bytes on {host.device}) is not a live buffer of the "
+            "host pool; graph rule: host buffers are passed on unchanged (a saved-tensors hook that copies them breaks "
+            "this: run the backward outside of it)"
+        )
+    return slot
+
+
+def _check_device(device: torch.device, operator: str) -> None:
+    if device.type not in ("cuda", "cpu"):
+        raise DeviceError(f"fxhome::{operator}: got a tensor on {device}; cuda and cpu are supported")
+
+
+def _check_geometry(
+    available_bytes: int, size: list[int], stride: list[int], storage_offset: int, dtype: torch.dtype
+) -> None:
+    """set_ would silently enlarge a storage that is too small."""
+    last = storage_offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    needed_bytes = (last + 1) * dtype.itemsize if all(size) else 0
+    if needed_bytes > available_bytes:
+        raise RuntimeError(
+            f"fxhome::swap_in: size {size}, stride {stride}, offset {storage_offset}, {dtype} needs {needed_bytes} "
+            f"bytes, the host buffer holds {available_bytes}; graph rule: swap_in repeats its source's geometry"
+        )
