@@ -198,10 +198,14 @@ class Plan:
         return plans[0]
 
 
+def plans_document(plans: Iterable[Plan]) -> dict[str, Any]:
+    """The JSON document of a plan file: {"schema": 1, "plans": [...]}, one plan per graph in compile order."""
+    return {"schema": SCHEMA_VERSION, "plans": [plan.to_json() for plan in plans]}
+
+
 def save_plans(path: str | os.PathLike[str], plans: Iterable[Plan]) -> None:
-    """Write {"schema": 1, "plans": [...]}, one plan per graph in compile order."""
-    document = {"schema": SCHEMA_VERSION, "plans": [plan.to_json() for plan in plans]}
-    text = json.dumps(document, indent=1, allow_nan=False)
+    """Write a plan file, replacing one that exists as a whole; raise `PlanFileError` when it cannot be written."""
+    text = json.dumps(plans_document(plans), indent=1, allow_nan=False)
     target = Path(path)
     partial = target.with_name(f".{target.name}.{os.getpid()}.partial")
     try:

@@ -124,6 +124,6 @@ def _check_fits(spec: str, auto_class: Any, config: Any) -> None:
     available = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else psutil.virtual_memory().available
     if 2 * weights > available:
         raise SpecError(
-            f"SPEC {spec!r}: its default configuration needs {format_bytes(2 * weights)} for weights and gradients, "
-            f"the {device.type} device has {format_bytes(available)} free; build a smaller one in path/to/file.py:factory"
+            f"SPEC {spec!r}: its default configuration needs {format_bytes(2 * weights)} for weights and gradients; "
+            f"{format_bytes(available)} are free on {device.type}; build a smaller one in path/to/file.py:factory"
         )

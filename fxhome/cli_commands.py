@@ -1,0 +1,144 @@
+"""What each command of the command line does: arguments in, a `Result` out.
+
+torch takes seconds to import, so only the commands that need it do, inside their functions.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+
+import fxhome
+from fxhome.errors import DeviceError, OptionError
+from fxhome.json_codec import encode
+from fxhome.options import Options
+from fxhome.placement import Plan, load_plans, plans_document, save_plans
+from fxhome.report import render, render_profile, render_run
+
+if TYPE_CHECKING:
+    import torch
+
+    from fxhome.device import DeviceProfile
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a command found out, for machines and for people."""
+
+    document: Callable[[], object]
+    show: Callable[[Console], None]
+
+
+def run(arguments: argparse.Namespace) -> Result:
+    """`fxhome run`: raise `FxhomeError` for what the user got wrong."""
+    options = _given_options(arguments)
+    if arguments.steps < 1:
+        raise OptionError(f"--steps {arguments.steps} is not allowed; give an int of at least 1")
+    device = str(_device(arguments.device))
+    from fxhome import cli_run
+
+    report = cli_run.run(
+        cli_run.RunRequest(
+            spec=arguments.spec,
+            batch_size=arguments.batch_size,
+            num_steps=arguments.steps,
+            device=device,
+            options=options,
+            show_progress=True if arguments.progress else None,
+        )
+    )
+    return Result(report.to_json, lambda console: render_run(report, console))
+
+
+def plan(arguments: argparse.Namespace) -> Result:
+    """`fxhome plan`: an estimate for the device or profile that was named."""
+    given = _given_options(arguments)
+    profile = _profile(arguments.device)
+    import torch
+
+    from fxhome.spec import DEFAULT_BATCH_SIZES, load_workload
+
+    batch_size = DEFAULT_BATCH_SIZES[profile.kind] if arguments.batch_size is None else arguments.batch_size
+    # On the meta device a model of any size costs nothing.
+    workload = load_workload(arguments.spec, batch_size=batch_size, device=torch.device("meta"), seed=0)
+    made: Plan = fxhome.plan(workload.model, workload.example_args, device=profile, **given)
+    if arguments.output is not None:
+        save_plans(arguments.output, (made,))
+    return _plans_result((made,), arguments.output)
+
+
+def show(arguments: argparse.Namespace) -> Result:
+    """`fxhome show`: read a plan file."""
+    return _plans_result(load_plans(arguments.path), None)
+
+
+def profile(arguments: argparse.Namespace) -> Result:
+    """`fxhome profile`: measure a device."""
+    device = _device(arguments.device)
+    from fxhome.device import measure_profile
+
+    measured = measure_profile(device)
+    if arguments.output is not None:
+        measured.save(arguments.output)
+
+    def show_profile(console: Console) -> None:
+        render_profile(encode(measured), console)
+        _say_written(arguments.output, console)
+
+    return Result(lambda: encode(measured), show_profile)
+
+
+def _plans_result(plans: tuple[Plan, ...], written: str | None) -> Result:
+    def show_plans(console: Console) -> None:
+        render(plans, console)
+        _say_written(written, console)
+
+    return Result(lambda: plans_document(plans), show_plans)
+
+
+def _say_written(path: str | None, console: Console) -> None:
+    if path is not None:
+        console.print(f"written to {path}", markup=False, highlight=False)
+
+
+def _given_options(arguments: argparse.Namespace) -> dict[str, object]:
+    """The options that were typed, checked before anything is built."""
+    typed = {entry.name: getattr(arguments, entry.name, None) for entry in fields(Options)}
+    given = {name: value for name, value in typed.items() if value is not None}
+    Options.from_mapping(given)
+    return given
+
+
+def _device(name: str | None) -> torch.device:
+    """The device to run on; raise `DeviceError` where it is not there."""
+    import torch
+
+    if name is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
+        raise DeviceError(f"device {name!r} is not supported; give cpu, cuda or cuda:INDEX")
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise DeviceError(
+            f"device {name!r} was asked for, but torch sees no CUDA device here; "
+            "give --device cpu, or plan for another machine with `fxhome plan --device profile.json`"
+        )
+    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"device {name!r} is not there; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}"
+        )
+    return torch.device(name)
+
+
+def _profile(name: str | None) -> DeviceProfile:
+    """The profile to plan for: a file, or that of a device of this machine (measured once and cached)."""
+    from fxhome.device import DeviceProfile, cached_profile
+
+    if name is not None and Path(name).suffix == ".json":
+        return DeviceProfile.load(name)
+    return cached_profile(_device(name))
