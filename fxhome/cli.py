@@ -102,6 +102,8 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     options.add_argument("--max-evaluations", type=int, metavar="N", help="end of the search")
     options.add_argument("--search-seconds", type=float, metavar="T", help="safety cap on the search")
     options.add_argument("--on-infeasible", metavar="X", help=f"{' or '.join(ON_INFEASIBLE)}")
+    options.add_argument("--verify", action="store_const", const=True, help="check the graph rules after each step")
+    options.add_argument("--dump-dir", metavar="DIR", help="write the graphs after each step here")
 
 
 def _add_output_arguments(parser: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 import types
 import typing
 from collections.abc import Sequence
@@ -50,7 +51,7 @@ def decode(hint: Any, value: Any, where: str) -> Any:
 def _decode_dataclass(hint: type, value: Any, where: str) -> Any:
     if not isinstance(value, dict):
         raise DecodeError(f"{where} should be an object, got {_short(value)}")
-    hints = typing.get_type_hints(hint)
+    hints = _field_hints(hint)
     names = [field.name for field in dataclasses.fields(hint)]
     if missing := [name for name in names if name not in value]:
         raise DecodeError(f"{where} lacks {', '.join(missing)}")
@@ -61,6 +62,11 @@ def _decode_dataclass(hint: type, value: Any, where: str) -> Any:
         return hint(**decoded)
     except ValueError as error:
         raise DecodeError(f"{where}: {error}") from error
+
+
+@functools.cache
+def _field_hints(kind: type) -> dict[str, Any]:
+    return typing.get_type_hints(kind)
 
 
 def _decode_optional(hints: Sequence[Any], value: Any, where: str) -> Any:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
 from fxhome.placement import Placement, Plan
 from fxhome.plan_text import largest, promise_rows, search_line
@@ -31,7 +32,8 @@ def render(plans: Plan | Iterable[Plan], console: Console) -> None:
 
 def render_run(report: RunReport, console: Console) -> None:
     """Print the plain and the planned run side by side."""
-    table = Table(title=f"{report.spec}, batch {report.batch_size}, {report.device}, inner {report.inner}")
+    title = f"{report.spec}, batch {report.batch_size}, {report.device}, inner {report.inner}"
+    table = Table(title=Text(title))
     table.add_column("")
     table.add_column("without fxhome", justify="right")
     table.add_column("with fxhome", justify="right")
@@ -65,7 +67,7 @@ def render_profile(profile: Mapping[str, object], console: Console) -> None:
     for name, value in profile.items():
         for key, entry in value if isinstance(value, list) else (("", value),):
             shown = f"{entry:.4g}" if isinstance(entry, float) else str(entry)
-            table.add_row(f"{name} {key}".rstrip(), shown)
+            table.add_row(f"{name} {key}".rstrip(), Text(shown))
     console.print(table)
 
 
@@ -83,7 +85,8 @@ def placed_bytes(plan: Plan) -> dict[str, int]:
 
 def _render_plan(plan: Plan, title: str, console: Console) -> None:
     kind = f"estimated {title}" if plan.estimated else title
-    promise = Table(title=f"{kind}: graph {plan.graph_fingerprint[:12]}, inner {plan.inner}, asked {plan.asked}")
+    heading = f"{kind}: graph {plan.graph_fingerprint[:12]}, inner {plan.inner}, asked {plan.asked}"
+    promise = Table(title=Text(heading))
     for column in ("", "asked", "predicted", "measured"):
         promise.add_column(column, justify="left" if not column else "right")
     for row in promise_rows(plan):
@@ -119,9 +122,11 @@ def _holders_table(plan: Plan) -> Table:
         table.add_column(column, overflow="fold")
     for entry in largest(plan):
         placement = entry.placement if entry.codec is None else f"{entry.placement} ({entry.codec})"
-        table.add_row(format_bytes(entry.size_bytes), placement, entry.name, entry.module_path, entry.reason)
+        # Text, because a str would lose everything in brackets: rich reads it as markup.
+        texts = (Text(text) for text in (placement, entry.name, entry.module_path, entry.reason))
+        table.add_row(format_bytes(entry.size_bytes), *texts)
     for name, size_bytes, why in sorted(plan.ineligible, key=lambda entry: -entry[1])[:3]:
-        table.add_row(format_bytes(size_bytes), "must stay", name, "", why)
+        table.add_row(format_bytes(size_bytes), "must stay", Text(name), "", Text(why))
     return table
 
 
@@ -138,7 +143,7 @@ def _modules_table(plan: Plan) -> Table:
         table.add_column(kind.value, justify="right")
     ordered = sorted(sums.items(), key=lambda item: (-sum(item[1].values()), item[0]))
     for module, row in ordered[:_NUM_MODULES]:
-        table.add_row(module, *(format_bytes(row[kind]) for kind in used))
+        table.add_row(Text(module), *(format_bytes(row[kind]) for kind in used))
     if len(ordered) > _NUM_MODULES:
         rest = [sum(row[kind] for _, row in ordered[_NUM_MODULES:]) for kind in used]
         table.add_row(f"{len(ordered) - _NUM_MODULES} more", *map(format_bytes, rest))

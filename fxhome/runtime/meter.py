@@ -39,7 +39,7 @@ class StorageMeter(TorchDispatchMode):
     supports_higher_order_operators = True
 
     def __init__(self, *, granule_bytes: int = DEVICE_GRANULE_BYTES) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.current_bytes = 0
         self.peak_bytes = 0
         self.peak_operator = "(start)"
@@ -123,7 +123,7 @@ def live_storage_bytes(*, granule_bytes: int = DEVICE_GRANULE_BYTES) -> int:
 
 @dataclasses.dataclass
 class CudaPeak:
-    """Allocator statistics in bytes. `start_*` is the level at entry; the peaks are absolute, set when the block ends."""
+    """Allocator statistics in bytes. `start_*` is the level at entry; the peaks are absolute, set at the end."""
 
     start_allocated_bytes: int
     start_reserved_bytes: int
@@ -146,7 +146,7 @@ def measure_cuda(device: torch.device | int | None = None) -> Iterator[CudaPeak]
 
 
 def _cpu_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The tensor's storage; None where it has none (sparse, wrapper classes) or it is not real CPU memory (fake, meta)."""
+    """The tensor's storage; None where it has none (sparse, wrappers) or it is not real CPU memory (fake, meta)."""
     try:
         storage = tensor.untyped_storage()
     except (NotImplementedError, RuntimeError):
@@ -159,14 +159,12 @@ def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
 
 
 def _live_tensors() -> Iterator[torch.Tensor]:
-    # type() and a set, looped in C: isinstance would wake lazy proxies of other libraries and takes three times as long.
+    # type() and a set, looped in C: isinstance would wake lazy proxies of other libraries and takes three times longer.
     classes = _subclasses(torch.Tensor)
     things = gc.get_objects()
     return itertools.compress(things, map(classes.__contains__, map(type, things)))
 
 
 def _subclasses(base: type) -> set[type]:
-    found = {base}
-    for child in base.__subclasses__():
-        found |= _subclasses(child)
-    return found
+    children: list[type] = base.__subclasses__()
+    return {base}.union(*map(_subclasses, children))

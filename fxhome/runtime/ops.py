@@ -11,6 +11,8 @@ They are inserted behind autograd and functionalization, and none of the four ha
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.fx.node import has_side_effect
 
@@ -50,7 +52,7 @@ def _fake_wait(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
     return first
 
 
-_KERNELS = {
+_KERNELS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {
     "swap_out": (transfer.swap_out, _fake_swap_out),
     "swap_out_wait": (transfer.swap_out_wait, _fake_wait),
     "swap_in": (transfer.swap_in, _fake_swap_in),
