@@ -1,0 +1,258 @@
+"""What the search reads off the graph once: who is demanded, what a recomputation drags in, who is alive where.
+
+All of this guides the search and none of it is trusted: every figure that decides is the simulator's.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from numba import njit
+
+from fxhome.passes.search.result import Placements
+from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, Problem, SimResult
+from fxhome.passes.simulate_kernels import BACKWARD, FORWARD
+
+Int32 = npt.NDArray[np.int32]
+Int64 = npt.NDArray[np.int64]
+Float64 = npt.NDArray[np.float64]
+Bool = npt.NDArray[np.bool_]
+
+
+@njit(cache=True)
+def _direct_readers(g, first, last):  # type: ignore[no-untyped-def]
+    """First and last backward node that reads each storage, directly or through views of it; -1 where none."""
+    n = g.node_phase.shape[0]
+    stack = np.empty(n + 1, np.int32)
+    stamp = np.full(n, -1, np.int32)
+    for reader in range(n):
+        if g.node_phase[reader] != BACKWARD:
+            continue
+        top = 0
+        stack[0] = reader
+        while top >= 0:
+            node = stack[top]
+            top -= 1
+            for edge in range(g.read_start[node], g.read_start[node + 1]):
+                source = g.backward_alias[g.read_node[edge]]
+                if g.node_phase[source] != FORWARD or stamp[source] == reader:
+                    continue
+                stamp[source] = reader
+                storage = g.root_storage[source]
+                if storage >= 0:
+                    if first[storage] < 0:
+                        first[storage] = reader
+                    last[storage] = reader
+                else:
+                    top += 1
+                    stack[top] = source
+
+
+@njit(cache=True)
+def recompute_price(g, placement, saved, rebuilt, recomputable, storages, cost, extra, closure, closure_start):  # type: ignore[no-untyped-def]
+    """For each asked storage: us of what recomputing it adds, bytes newly saved by it, and the storages it drags in.
+
+    A node already rebuilt in the present program costs nothing more. The walk stops at what is saved; what is not saved
+    is walked through where it may be recomputed. `closure[closure_start[i]:closure_start[i + 1]]` are those dragged in.
+    Returns the length of the closure, or -1 where it does not fit.
+    """
+    n = g.node_phase.shape[0]
+    stack = np.empty(n + 1, np.int32)
+    stamp = np.full(n, -1, np.int32)
+    used = 0
+    closure_start[0] = 0
+    for i in range(storages.shape[0]):
+        target = storages[i]
+        total = 0.0
+        more = 0
+        top = 0
+        stack[0] = g.storage_root[target]
+        stamp[stack[0]] = i
+        while top >= 0:
+            node = stack[top]
+            top -= 1
+            if rebuilt[node] == 0:
+                total += g.node_time_us[node]
+            for edge in range(g.read_start[node], g.read_start[node + 1]):
+                source = g.backward_alias[g.read_node[edge]]
+                if g.node_phase[source] != FORWARD or stamp[source] == i:
+                    continue
+                stamp[source] = i
+                storage = g.root_storage[source]
+                if storage >= 0:
+                    if saved[storage]:
+                        continue
+                    choice = placement[storage]
+                    if choice != RECOMPUTE and choice != RECOMPUTE_EACH:
+                        if not recomputable[storage]:
+                            more += g.storage_bytes[storage]
+                            continue
+                        if used >= closure.shape[0]:
+                            return -1
+                        closure[used] = storage
+                        used += 1
+                top += 1
+                stack[top] = source
+        cost[i] = total
+        extra[i] = more
+        closure_start[i + 1] = used
+    return used
+
+
+@njit(cache=True)
+def _alive(g, placement, saved, program, forward, total, position, until, since):  # type: ignore[no-untyped-def]
+    """`since[s]..until[s]`: the instance of storage s (or its forward life) that covers `position`, less transfers."""
+    n = g.node_phase.shape[0]
+    last = np.full(n, -1, np.int32)
+    for i in range(g.backward_output.shape[0]):
+        last[g.backward_output[i]] = total
+    for p in range(total - 1, -1, -1):
+        node = program[p]
+        in_backward = p >= forward
+        if p == forward - 1:
+            for v in range(n):
+                if g.node_phase[v] == FORWARD:
+                    s = g.root_storage[v]
+                    if s < 0 or not saved[s] or placement[s] != KEEP:
+                        last[v] = -1
+            for i in range(g.forward_output.shape[0]):
+                last[g.forward_output[i]] = total
+        reach = last[node]
+        last[node] = -1
+        storage = g.root_storage[node]
+        if storage >= 0 and p <= position and position <= reach:
+            since[storage] = p
+            until[storage] = reach
+        through = p
+        if g.own_start[node + 1] == g.own_start[node]:
+            through = max(p, reach)
+        for edge in range(g.read_start[node], g.read_start[node + 1]):
+            source = g.read_node[edge]
+            if in_backward:
+                source = g.backward_alias[source]
+            if last[source] < through:
+                last[source] = through
+
+
+@dataclass(frozen=True, eq=False)
+class Structure:
+    """Static facts. first_reader / last_reader: node ids of direct backward readers per storage, -1 where none.
+
+    units: lists of storages that stand for the same tensor of identical layers (singletons left out).
+    swap_us: both copies of a storage, alone on the link.
+    """
+
+    problem: Problem
+    decisions: Int64
+    first_reader: Int32
+    last_reader: Int32
+    swap_us: Float64
+    units: tuple[Int64, ...]
+
+    @property
+    def demanded(self) -> Bool:
+        """Storages that a backward node reads whatever the placement."""
+        demanded: Bool = self.first_reader >= 0
+        return demanded
+
+
+def read_structure(problem: Problem) -> Structure:
+    """Compute `Structure` for a problem: O(nodes + view edges)."""
+    g = problem.arrays
+    storages = problem.num_storages
+    first = np.full(storages, -1, np.int32)
+    last = np.full(storages, -1, np.int32)
+    _direct_readers(g, first, last)
+    decisions = problem.decisions()
+    decisions = decisions[_reachable(problem, first)[decisions]]
+    link = problem.link
+    rate = link.d2h_us_per_byte + link.h2d_us_per_byte
+    swap_us = (2 * link.latency_us + g.storage_copy_bytes * rate).astype(np.float64)
+    units: list[Int64] = []
+    if problem.group.shape[0] == storages:
+        labels = problem.group[decisions]
+        for label in np.unique(labels[labels >= 0]):
+            members = decisions[labels == label]
+            if members.shape[0] > 1:
+                units.append(members)
+    return Structure(problem, decisions, first, last, swap_us, tuple(units))
+
+
+def _reachable(problem: Problem, first_reader: Int32) -> Bool:
+    """Storages that some placement makes the backward demand: reachable from it against the data flow.
+
+    Pruning rule 1: any other storage has one effect whatever its placement (`build` never asks for it), so it is no
+    decision. Nothing is lost.
+    """
+    g = problem.arrays
+    reached = (g.node_phase == BACKWARD).copy()
+    _mark_sources(g, reached)
+    result: Bool = reached[g.storage_root] & (g.node_phase[g.storage_root] == FORWARD)
+    return result | (first_reader >= 0)
+
+
+@njit(cache=True)
+def _mark_sources(g, reached):  # type: ignore[no-untyped-def]
+    changed = True
+    while changed:  # a second round only where a mutated input's clone stands after its reader
+        changed = False
+        for node in range(g.node_phase.shape[0] - 1, -1, -1):
+            if not reached[node]:
+                continue
+            for edge in range(g.read_start[node], g.read_start[node + 1]):
+                source = g.backward_alias[g.read_node[edge]]
+                if not reached[source]:
+                    reached[source] = True
+                    if source > node:
+                        changed = True
+
+
+@dataclass(frozen=True, eq=False)
+class Holders:
+    """Storages alive at one position and what moving each elsewhere would free."""
+
+    storage: Int64
+    size_bytes: Int64
+    kept: Bool
+    rebuilt: Bool
+
+
+def holders_at(structure: Structure, placement: Placements, result: SimResult, position: int) -> Holders:
+    """Deciding storages alive at `position` that the instruction there does not itself read or write."""
+    g = structure.problem.arrays
+    storages = structure.problem.num_storages
+    until = np.full(storages, -1, np.int32)
+    since = np.full(storages, -1, np.int32)
+    total = result.program.shape[0]
+    _alive(g, placement, result.saved, result.program, result.forward_length, total, position, until, since)
+    free = np.zeros(storages, np.bool_)
+    free[structure.decisions] = True
+    alive = (until >= position) & free
+    if position < total:
+        node = int(result.program[position])
+        pinned = g.backward_alias[g.read_node[g.read_start[node] : g.read_start[node + 1]]]
+        pinned = g.root_storage[pinned]
+        alive[pinned[pinned >= 0]] = False
+        own = g.root_storage[node]
+        if own >= 0:
+            alive[own] = False
+    in_backward = position >= result.forward_length
+    kept = alive & (placement == KEEP) & (result.saved == 1)
+    rebuilt = alive & ~kept & (result.saved == 0) & in_backward & (since >= result.forward_length)
+    if not in_backward:
+        # A short-lived forward value cannot be moved before its last forward reader.
+        kept &= until >= result.forward_length
+    chosen = np.flatnonzero(kept | rebuilt)
+    # A swapped storage back on the device early, or still waiting for its copy, is alive too.
+    moved = np.flatnonzero(
+        free
+        & (result.saved == 1)
+        & (placement != KEEP)
+        & (
+            ((result.issue_in >= 0) & (result.issue_in <= position) & (result.last_backward >= position))
+            | ((result.produced <= position) & (result.wait_out > position) & (result.last_forward < position))
+        )
+    )
+    moved = np.setdiff1d(moved, chosen)
+    storage = np.concatenate([chosen, moved]).astype(np.int64)
+    return Holders(storage, g.storage_bytes[storage], kept[storage], rebuilt[storage])

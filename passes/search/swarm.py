@@ -1,0 +1,270 @@
+"""The default policy: a discrete particle swarm over placements, feasible first.
+
+What it keeps of HOME's swarm (He et al., IEEE TC 2023): particles are whole placements, drawn to their own best and to
+the swarm's best. What differs: seeds built greedily at several prices of the link instead of uniform vectors; moves act
+on blocks of neighbours and on identical layers at once, not gene by gene; mutation and exchange, so that the swarm does
+not collapse; a particle over the budget is repaired by converting who is alive at its peak.
+Each ingredient can be switched off for the ablation.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
+from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
+from fxhome.passes.search.result import Fitness, Placements, StoppedBy
+from fxhome.passes.search.structure import Int64, Structure
+from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
+
+LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
+
+
+@dataclass(frozen=True)
+class Ingredients:
+    """Switches for the ablation, and the swarm's few sizes."""
+
+    seeds: bool = True
+    groups: bool = True
+    mutation: bool = True
+    repair: bool = True
+    polish: bool = True
+    particles: int = 12
+    patience: int = 1200
+
+
+def constructive_seeds(
+    s: Structure, evaluator: Evaluator, seeds: Sequence[Placements], ingredients: Ingredients
+) -> list[Placements]:
+    """Starting placements, each repaired: the caller's, greedy at several link prices, all moved, sqrt(n) segments."""
+    problem = s.problem
+    base = base_placement(problem, s.demanded)
+    starts: list[tuple[Placements, Prices]] = []
+    for given in seeds:
+        starts.append((np.ascontiguousarray(given, np.int8), Prices(link=1.0)))
+    starts.append((problem.keep_all(), Prices(link=1.0)))
+    starts += [(base, Prices(link=price, share=0.34)) for price in LINK_PRICES]
+    swap = base.copy()
+    swappable = s.decisions[problem.allowed[s.decisions, SWAP] & s.demanded[s.decisions]]
+    swap[swappable] = SWAP
+    again = base.copy()
+    rebuilt = s.decisions[problem.allowed[s.decisions, RECOMPUTE]]
+    again[rebuilt] = RECOMPUTE
+    segments = again.copy()
+    step = max(1, round(np.sqrt(rebuilt.shape[0])))
+    segments[rebuilt[::step]] = np.where(problem.allowed[rebuilt[::step], KEEP], KEEP, RECOMPUTE)
+    starts += [(swap, Prices()), (segments, Prices()), (again, Prices(link=0.3))]
+    made: list[Placements] = []
+    for start, prices in starts:
+        if ingredients.repair:
+            fixed, _ = repair(s, evaluator, start, prices)
+        else:
+            fixed = start
+            evaluator.score(fixed)
+        made.append(fixed)
+    return made
+
+
+class Swarm:
+    """Particles, their bests, and the operators that move them."""
+
+    def __init__(self, s: Structure, evaluator: Evaluator, rng: np.random.Generator, ingredients: Ingredients) -> None:
+        self.s = s
+        self.evaluator = evaluator
+        self.rng = rng
+        self.ingredients = ingredients
+        self.position_of = {int(d): i for i, d in enumerate(s.decisions)}
+        self.choices = [np.flatnonzero(row).astype(np.int8) for row in s.problem.allowed[s.decisions]]
+        self.bests: list[Placements] = []
+        self.values: list[Fitness] = []
+
+    def add(self, placement: Placements) -> None:
+        """Add a particle unless it is there already."""
+        if any(np.array_equal(placement, other) for other in self.bests):
+            return
+        self.values.append(self.evaluator.score(placement))
+        self.bests.append(placement.copy())
+
+    def _subset(self) -> Int64:
+        """Storages that move together: a block of neighbours, members of one group, or a scatter."""
+        rng, decisions = self.rng, self.s.decisions
+        n = decisions.shape[0]
+        draw = rng.random()
+        if draw < 0.4 and self.ingredients.groups and self.s.units:
+            unit = self.s.units[int(rng.integers(len(self.s.units)))]
+            size = int(rng.integers(1, unit.shape[0] + 1))
+            start = int(rng.integers(0, unit.shape[0] - size + 1))
+            return unit[start : start + size]
+        if draw < 0.8:
+            size = max(1, int(n ** rng.random()))
+            start = int(rng.integers(0, n - size + 1))
+            return decisions[start : start + size]
+        scatter: Int64 = decisions[rng.random(n) < rng.random() * 0.5]
+        return scatter
+
+    def _attract(self, x: Placements, other: Placements) -> None:
+        subset = self._subset()
+        x[subset] = other[subset]
+
+    def _mutate(self, x: Placements) -> None:
+        subset = self._subset()
+        if subset.shape[0] > 4:
+            kept = np.flatnonzero(self.rng.random(subset.shape[0]) < self.rng.random())
+            subset = subset[kept] if kept.shape[0] else subset[:1]
+        if subset.shape[0] == 0:
+            self._flip(x)
+            return
+        options = self.choices[self.position_of[int(subset[0])]]
+        code = int(self.rng.choice(options))
+        x[subset[self.s.problem.allowed[subset, code]]] = code
+
+    def _flip(self, x: Placements) -> None:
+        i = int(self.rng.integers(self.s.decisions.shape[0]))
+        x[self.s.decisions[i]] = self.rng.choice(self.choices[i])
+
+    def _exchange(self, x: Placements) -> None:
+        """Two storages trade placements: within a group this keeps the bytes and changes only where they are."""
+        rng = self.rng
+        if self.s.units and self.ingredients.groups and rng.random() < 0.6:
+            pool = self.s.units[int(rng.integers(len(self.s.units)))]
+        else:
+            pool = self.s.decisions
+        a = int(pool[int(rng.integers(pool.shape[0]))])
+        different = pool[x[pool] != x[a]]
+        if different.shape[0] == 0:
+            self._flip(x)
+            return
+        size = self.s.problem.arrays.storage_bytes
+        near = different[np.argsort(np.abs(size[different] - size[a]), kind="stable")[:8]]
+        b = int(near[int(rng.integers(near.shape[0]))])
+        allowed = self.s.problem.allowed
+        if allowed[a, x[b]] and allowed[b, x[a]]:
+            x[a], x[b] = x[b], x[a]
+
+    def _undo(self, x: Placements) -> None:
+        """A moved storage is kept, or moved the other way; weighted to what costs most time."""
+        s, g = self.s, self.s.problem.arrays
+        moved = s.decisions[(x[s.decisions] != KEEP) & s.demanded[s.decisions]]
+        if moved.shape[0] == 0:
+            self._flip(x)
+            return
+        swapped = (x[moved] == SWAP) | (x[moved] == COMPRESS_SWAP)
+        us = np.where(swapped, s.swap_us[moved], g.node_time_us[g.storage_owner[moved]]) + 1e-3
+        d = int(self.rng.choice(moved, p=us / us.sum()))
+        options = self.choices[self.position_of[d]]
+        options = options[options != x[d]]
+        x[d] = KEEP if KEEP in options and self.rng.random() < 0.7 else self.rng.choice(options)
+
+    def settle(self, x: Placements, before: Placements) -> Fitness:
+        """Score `x`; where it is a little over the budget, convert once or twice at the peak. `x` changes in place."""
+        value = self.evaluator.score(x)
+        if value[0] == 0 or not self.ingredients.repair or value[0] > self.evaluator.budget_bytes // 4:
+            return value
+        changed = np.flatnonzero(x != before)
+        tried: Tried = {(int(d), int(before[d])) for d in changed[:64]}
+        prices = Prices(link=float(np.exp(self.rng.normal(-0.3, 1.0))), share=1.0)
+        for _ in range(2):
+            result: SimResult = self.evaluator.run(x)
+            if not convert(self.s, x, result, value[0], prices, tried):
+                break
+            value = self.evaluator.score(x)
+            if value[0] == 0:
+                break
+        return value
+
+    def step(self, i: int) -> bool:
+        """Move particle i once from its best; True where its best improved."""
+        rng = self.rng
+        x = self.bests[i].copy()
+        draw = rng.random()
+        if draw < 0.3:
+            lead = (
+                int(np.argmin([v[1] + (v[0] and 1e30) for v in self.values]))
+                if rng.random() < 0.6
+                else int(rng.integers(len(self.bests)))
+            )
+            self._attract(x, self.bests[lead])
+        elif not self.ingredients.mutation:
+            self._attract(x, self.bests[int(rng.integers(len(self.bests)))])
+        elif draw < 0.45:
+            self._mutate(x)
+        elif draw < 0.6:
+            self._flip(x)
+        elif draw < 0.8:
+            self._exchange(x)
+        else:
+            self._undo(x)
+        if np.array_equal(x, self.bests[i]):
+            return False
+        value = self.settle(x, self.bests[i])
+        if value < self.values[i]:
+            self.bests[i], self.values[i] = x, value
+            return True
+        return False
+
+
+def pso(
+    s: Structure,
+    evaluator: Evaluator,
+    *,
+    seed: int,
+    seeds: Sequence[Placements] = (),
+    ingredients: Ingredients | None = None,
+) -> StoppedBy:
+    """Run the swarm to convergence or to its limits; the best is in `evaluator`."""
+    ingredients = ingredients or Ingredients()
+    rng = np.random.default_rng(seed)
+    evaluator.protected += 1
+    try:
+        evaluator.score(base_placement(s.problem, s.demanded))
+        if ingredients.seeds:
+            made = constructive_seeds(s, evaluator, seeds, ingredients)
+        else:
+            made = [np.ascontiguousarray(x, np.int8) for x in seeds] + _uniform(s, rng, ingredients.particles)
+    finally:
+        evaluator.protected -= 1
+    try:
+        swarm = Swarm(s, evaluator, rng, ingredients)
+        for placement in made:
+            swarm.add(placement)
+        if ingredients.seeds:
+            for i in np.argsort([v[1] + (v[0] and 1e30) for v in swarm.values], kind="stable")[:3]:
+                swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
+        order = sorted(range(len(swarm.bests)), key=lambda i: (swarm.values[i], i))[: ingredients.particles]
+        swarm.bests = [swarm.bests[i] for i in order]
+        swarm.values = [swarm.values[i] for i in order]
+        last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+        idle = 0
+        while evaluator.evaluations - last_gain < ingredients.patience and idle < 50:
+            before = evaluator.evaluations
+            for i in range(len(swarm.bests)):
+                swarm.step(i)
+            idle = idle + 1 if evaluator.evaluations == before else 0
+            if evaluator.best_fitness[0] < last_step[0] or evaluator.best_fitness[1] < last_step[1] * (1 - 2e-4):
+                last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+        return "exhausted" if idle >= 50 else "converged"
+    except OutOfBudgetError as stop:
+        return "seconds" if stop.reason == "seconds" else "evaluations"
+
+
+def _uniform(s: Structure, rng: np.random.Generator, count: int) -> list[Placements]:
+    made = []
+    for _ in range(count):
+        x = s.problem.keep_all()
+        for d in s.decisions:
+            x[d] = rng.choice(np.flatnonzero(s.problem.allowed[d]))
+        made.append(x)
+    return made
+
+
+def smallest(s: Structure, evaluator: Evaluator, *, max_runs: int = 600) -> tuple[int, Placements]:
+    """The smallest peak reached by greedy descent from three starts; the same for every seed and budget."""
+    problem = s.problem
+    base = base_placement(problem, s.demanded)
+    swap = base.copy()
+    swap[s.decisions[problem.allowed[s.decisions, SWAP]]] = SWAP
+    again = base.copy()
+    again[s.decisions[problem.allowed[s.decisions, RECOMPUTE]]] = RECOMPUTE
+    found = [descend(s, evaluator, start, max_runs=max_runs // 3) for start in (base, swap, again)]
+    return min(found, key=lambda item: item[0])
