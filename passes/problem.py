@@ -1,0 +1,80 @@
+"""Facts and costs as the flat arrays that the simulator and the search work on."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from fxhome.passes.facts import GraphFacts, StorageFacts
+from fxhome.passes.simulate import KEEP, PLACEMENTS, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, SimArrays
+
+# Below this, moving or rebuilding a storage frees less than one allocator block and costs a launch each way.
+SMALL_BYTES = 4096
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Measured or estimated costs, in node order (time) and node order (workspace, device bytes beyond results)."""
+
+    time_us: tuple[float, ...]
+    workspace_bytes: tuple[int, ...]
+    estimated: tuple[bool, ...]
+
+
+def _csr(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    start = np.zeros(len(rows) + 1, np.int32)
+    start[1:] = np.cumsum([len(row) for row in rows])
+    return start, np.array([x for row in rows for x in row], np.int32)
+
+
+def allowed_placements(storage: StorageFacts, allow: Collection[str]) -> list[bool]:
+    """Which of the six placements a storage may take under the user's `allow`."""
+    row = [False] * PLACEMENTS
+    row[KEEP] = True
+    if storage.is_activation:
+        if storage.must_recompute:
+            row[KEEP] = False
+            row[RECOMPUTE] = True
+        elif storage.may_recompute and "recompute" in allow:
+            row[RECOMPUTE] = row[RECOMPUTE_EACH] = True
+        if storage.may_move and "swap" in allow and storage.size_bytes >= SMALL_BYTES:
+            row[SWAP] = True
+    return row
+
+
+def build_problem(facts: GraphFacts, costs: Costs, link: Link, allow: Collection[str]) -> Problem:
+    """Assemble the numbers; storages of 4 KiB or less are kept unless the user's own checkpoint rebuilds them."""
+    nodes = len(facts.node_names)
+    root_storage = np.full(nodes, -1, np.int32)
+    for storage, root in enumerate(facts.storage_root):
+        if root >= 0:
+            root_storage[root] = storage
+    read_start, read_node = _csr(facts.reads)
+    own_start, own_storage = _csr(facts.owns)
+    sizes = np.array([s.size_bytes for s in facts.storages], np.int64)
+    arrays = SimArrays(
+        node_phase=np.array(facts.node_phase, np.int8),
+        node_kind=np.array(facts.node_kind, np.int8),
+        node_must_forward=np.array(facts.must_forward, np.int8),
+        node_time_us=np.array(costs.time_us, np.float64),
+        node_workspace=np.array(costs.workspace_bytes, np.int64),
+        read_start=read_start,
+        read_node=read_node,
+        own_start=own_start,
+        own_storage=own_storage,
+        backward_alias=np.array(facts.backward_alias, np.int32),
+        root_storage=root_storage,
+        storage_bytes=sizes,
+        storage_owner=np.array(facts.storage_owner, np.int32),
+        storage_root=np.array(facts.storage_root, np.int32),
+        storage_held=np.array(facts.storage_held, np.int8),
+        storage_copy_bytes=np.array([s.copy_bytes for s in facts.storages], np.int64),
+        storage_encoded_bytes=sizes.copy(),
+        storage_encode_us=np.zeros(len(sizes)),
+        storage_decode_us=np.zeros(len(sizes)),
+        forward_output=np.array(facts.forward_outputs, np.int32),
+        backward_output=np.array(facts.backward_outputs, np.int32),
+        tangent_storage=np.array(facts.tangent_storages, np.int32),
+    )
+    allowed = np.array([allowed_placements(s, allow) for s in facts.storages], bool).reshape(-1, PLACEMENTS)
+    return Problem(arrays, link, allowed, np.array(facts.group, np.int32))

@@ -1,0 +1,55 @@
+"""The private names of torch that the passes use, in one place, for torch 2.11 to 2.14."""
+
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph import _BoxedCodeGen
+from torch.fx.graph_module import GraphModule
+from torch.utils._pytree import tree_leaves
+
+
+def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
+    """What AOTAutograd says of each flat output of a joint graph (None where it says nothing)."""
+    (output,) = graph.find_nodes(op="output")
+    given = output.meta.get("desc")
+    if given is None:
+        return [None] * count
+    leaves = tree_leaves(given, is_leaf=lambda leaf: not isinstance(leaf, list | tuple))
+    return list(leaves) if len(leaves) == count else [None] * count
+
+
+def saved_descriptions(count: int) -> list[Any]:
+    """Descriptions of `count` tensors saved for the backward."""
+    from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
+
+    return [SavedForBackwardsAOTOutput(i) for i in range(count)]
+
+
+def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:
+    """A graph module over `graph` with the attributes of `root`, compiled to source on first use."""
+    from torch.fx._lazy_graph_module import _make_graph_module
+
+    module = _make_graph_module(root, graph)
+    assert isinstance(module, GraphModule)
+    return module
+
+
+def boxed_callable(module: GraphModule) -> Any:
+    """Run `module` as one Python function that takes a list, empties it, and drops every value after its last use."""
+    graph = module.graph
+    graph.set_codegen(_BoxedCodeGen())
+    compiled = torch.fx.GraphModule(module, graph)
+    run = compiled.forward
+
+    def call(args: list[Any]) -> Any:
+        return run(args)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+def static_metadata(graph_module: GraphModule) -> Any:
+    """The metadata AOTAutograd is tracing with right now, or None outside of it."""
+    context = torch._guards.TracingContext.try_get()
+    return getattr(context, "fw_metadata", None) if context is not None else None
