@@ -6,6 +6,8 @@ torch takes seconds to import, so only the commands that need it do, inside thei
 from __future__ import annotations
 
 import argparse
+import json
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -14,8 +16,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 import fxhome
-from fxhome.errors import DeviceError, OptionError
-from fxhome.json_codec import encode
+from fxhome.errors import OptionError
 from fxhome.options import Options
 from fxhome.placement import Plan, load_plans, plans_document, save_plans
 from fxhome.report import render, render_profile, render_run
@@ -57,6 +58,7 @@ def run(arguments: argparse.Namespace) -> Result:
 
 def plan(arguments: argparse.Namespace) -> Result:
     """`fxhome plan`: an estimate for the device or profile that was named."""
+    _check_output(arguments.output)
     given = _given_options(arguments)
     profile = _profile(arguments.device)
     import torch
@@ -79,6 +81,7 @@ def show(arguments: argparse.Namespace) -> Result:
 
 def profile(arguments: argparse.Namespace) -> Result:
     """`fxhome profile`: measure a device."""
+    _check_output(arguments.output)
     device = _device(arguments.device)
     from fxhome.device import measure_profile
 
@@ -86,11 +89,13 @@ def profile(arguments: argparse.Namespace) -> Result:
     if arguments.output is not None:
         measured.save(arguments.output)
 
+    document = json.loads(measured.to_json())
+
     def show_profile(console: Console) -> None:
-        render_profile(encode(measured), console)
+        render_profile(document["device_profile"], console)
         _say_written(arguments.output, console)
 
-    return Result(lambda: encode(measured), show_profile)
+    return Result(lambda: document, show_profile)
 
 
 def _plans_result(plans: tuple[Plan, ...], written: str | None) -> Result:
@@ -114,25 +119,19 @@ def _given_options(arguments: argparse.Namespace) -> dict[str, object]:
     return given
 
 
+def _check_output(path: str | None) -> None:
+    """Refuse a path that cannot be written before the work is done, not after it."""
+    if path is not None and (Path(path).is_dir() or not os.access(Path(path).absolute().parent, os.W_OK)):
+        raise OptionError(f"--output {path!r} cannot be written; give a file in a folder that exists and is writable")
+
+
 def _device(name: str | None) -> torch.device:
     """The device to run on; raise `DeviceError` where it is not there."""
     import torch
 
-    if name is None:
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    kind, _, index = name.partition(":")
-    if kind not in ("cpu", "cuda") or (index and not index.isdigit()):
-        raise DeviceError(f"device {name!r} is not supported; give cpu, cuda or cuda:INDEX")
-    if kind == "cuda" and not torch.cuda.is_available():
-        raise DeviceError(
-            f"device {name!r} was asked for, but torch sees no CUDA device here; "
-            "give --device cpu, or plan for another machine with `fxhome plan --device profile.json`"
-        )
-    if kind == "cuda" and index and int(index) >= torch.cuda.device_count():
-        raise DeviceError(
-            f"device {name!r} is not there; this machine has cuda:0 to cuda:{torch.cuda.device_count() - 1}"
-        )
-    return torch.device(name)
+    from fxhome.device import resolve_device
+
+    return resolve_device(name if name is not None else "cuda" if torch.cuda.is_available() else "cpu")
 
 
 def _profile(name: str | None) -> DeviceProfile:

@@ -62,7 +62,8 @@ def progress(description: str, total: int | None = None) -> Iterator[Advance]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True) as display:
+    # A terminal shows the bar while it moves; a file only gets its last state.
+    with Progress(*columns, console=console, transient=console.is_terminal) as display:
         token = _active.set(display)
         try:
             yield _add_task(display, description, total)
