@@ -92,7 +92,7 @@ def run(request: RunRequest) -> RunReport:
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
     workload = _workload(request, options)
     with tempfile.TemporaryDirectory(prefix="fxhome_run_") as folder:
-        plain, plain_failure = _plain_in_child(request, inner, Path(folder))
+        plain, plain_failure = plain_in_child(request, inner, Path(folder))
         plan, planned, gradients = _planned(request, options, workload)
         difference = None
         if plain is not None:
@@ -113,7 +113,10 @@ def run(request: RunRequest) -> RunReport:
 
 def _workload(request: RunRequest, options: Options) -> Workload:
     device = torch.device(request.device)
-    return load_workload(request.spec, batch_size=request.batch_size, device=device, seed=options.seed)
+    workload = load_workload(request.spec, batch_size=request.batch_size, device=device, seed=options.seed)
+    if not any(weight.requires_grad for weight in workload.model.parameters()):
+        raise SpecError(f"SPEC {request.spec!r}: the model has no trainable parameter, so there is nothing to train")
+    return workload
 
 
 def _planned(
@@ -132,7 +135,7 @@ def _planned(
     return fast.plan, training, gradients
 
 
-def _plain_in_child(request: RunRequest, inner: str, folder: Path) -> tuple[Training | None, str | None]:
+def plain_in_child(request: RunRequest, inner: str, folder: Path) -> tuple[Training | None, str | None]:
     """The plain step's figures, or why there are none."""
     process = multiprocessing.get_context("spawn").Process(target=_plain_child, args=(request, inner, str(folder)))
     process.start()

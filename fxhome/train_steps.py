@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable
@@ -85,7 +86,9 @@ def train(
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
     """The largest absolute difference between two sets of gradients with the same names; nan when one holds a nan."""
     assert first.keys() == second.keys()
-    return max((_difference(first[name], second[name]) for name in first), default=0.0)
+    differences = [_difference(first[name], second[name]) for name in first]
+    # max() would drop a nan that is not the first value.
+    return math.nan if any(map(math.isnan, differences)) else max(differences, default=0.0)
 
 
 def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
