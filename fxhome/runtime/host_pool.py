@@ -254,6 +254,7 @@ def host_pool() -> HostPool:
 def _forget_pool() -> None:
     """In a forked child the slabs do not exist (MADV_DONTFORK): start empty, never touch the parent's."""
     global _pool
+    _pool.poison_on_release = False  # the parent's tensors die here too
     _kept_from_deallocation.append(_pool)
     _pool = HostPool()
 

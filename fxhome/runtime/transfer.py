@@ -24,7 +24,7 @@ from fxhome.runtime.free_space import Fence
 from fxhome.runtime.host_pool import host_pool
 from fxhome.runtime.slot import HostSlot, IncomingCopy, OutgoingCopy
 
-_RING_LENGTH = 256
+_RING_LENGTH = 1024
 
 
 class _CopyQueue:
@@ -37,22 +37,25 @@ class _CopyQueue:
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
         self.key = (device.index, self.stream.cuda_stream)
+        self._lock = threading.Lock()
         self._orders = itertools.count()
         self._ends = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
         self._starts = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
 
     def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> Fence:
         """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
-        order = next(self._orders)
-        start, end = self._starts[order % _RING_LENGTH], self._ends[order % _RING_LENGTH]
-        start.record(torch.cuda.current_stream(self.stream.device))
-        self.stream.wait_event(start)
-        for fence in slot.fences:
-            if fence.queue != self.key:
-                self.stream.wait_event(fence.event)
-        with self.stream:
-            target.copy_(source, True)
-        end.record(self.stream)
+        current = torch.cuda.current_stream(self.stream.device)
+        with self._lock:  # a stream remembers only one caller's previous stream, and orders must follow the queue
+            order = next(self._orders)
+            start, end = self._starts[order % _RING_LENGTH], self._ends[order % _RING_LENGTH]
+            start.record(current)
+            self.stream.wait_event(start)
+            for fence in slot.fences:
+                if fence.queue != self.key:
+                    self.stream.wait_event(fence.event)
+            with self.stream:
+                target.copy_(source, True)
+            end.record(self.stream)
         fence = Fence(self.key, order, end)
         slot.add_fence(fence)
         return fence

@@ -42,7 +42,7 @@ def test_counts_a_storage_that_only_autograd_holds() -> None:
         loss = leaf.exp().sum()  # exp saves its own result, which no Python name holds
         gc.collect()
         assert meter.current_bytes == 4 * KIB + 4 * KIB + 4  # leaf (seen as an input), exp, loss
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         assert leaf.grad is not None
         assert meter.current_bytes == 4 * KIB + 4 * KIB + 4  # exp freed, .grad there
 

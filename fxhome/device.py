@@ -1,0 +1,204 @@
+"""What a device can do, as numbers: link bandwidth, memory bandwidth, launch cost, matrix rates.
+
+Measured once per device and set of versions, cached on disk, and portable: a profile saved on the GPU machine plans on
+a machine without one. Importing this module touches no device; measuring does (fxhome.runtime.probe).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import tempfile
+import warnings
+from pathlib import Path
+
+import torch
+
+from fxhome.errors import DeviceError
+from fxhome.json_codec import DecodeError, decode, encode
+
+SCHEMA_VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceProfile:
+    """Rates of one device and its link to the host. Bandwidths in bytes per second, times in microseconds.
+
+    `duplex_bytes_per_s` is the sum of both directions while both run. `copy_latency_us` is the fixed part of one copy,
+    `launch_us` the cost of one small operator, `memory_bytes_per_s` what a copy kernel reads plus writes.
+    `flops_per_s` has one entry per dtype name ("bfloat16", "float16", "float32"). On a CPU the "link" is memcpy.
+    """
+
+    name: str
+    kind: str  # "cuda" or "cpu"
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
+    duplex_bytes_per_s: float
+    copy_latency_us: float
+    memory_bytes_per_s: float
+    launch_us: float
+    flops_per_s: tuple[tuple[str, float], ...]
+    total_memory_bytes: int
+    host_memory_bytes: int
+    versions: tuple[tuple[str, str], ...]
+
+    def __post_init__(self) -> None:
+        if self.kind not in ("cuda", "cpu"):
+            raise ValueError(f"kind should be 'cuda' or 'cpu', got {self.kind!r}")
+        numbers = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        numbers |= {f"flops_per_s[{dtype}]": rate for dtype, rate in self.flops_per_s}
+        for name, number in numbers.items():
+            if isinstance(number, (int, float)) and not (math.isfinite(number) and number > 0):
+                raise ValueError(f"{name} should be positive and finite, got {number}")
+
+    def flops_of(self, dtype: torch.dtype) -> float | None:
+        """Measured matrix rate of `dtype` in operations per second; None where it was not measured."""
+        return dict(self.flops_per_s).get(str(dtype).removeprefix("torch."))
+
+    def fingerprint(self) -> str:
+        """Which device this is: equal for every measurement of the same device, whatever the rates came out as."""
+        memory = self.total_memory_bytes if self.kind == "cuda" else 0  # a CPU's share of memory varies by container
+        return hashlib.sha256(f"{self.kind}|{self.name}|{memory}".encode()).hexdigest()
+
+    def to_json(self) -> str:
+        """The profile as a JSON document (schema 1)."""
+        return json.dumps({"schema": SCHEMA_VERSION, "device_profile": encode(self)}, indent=2) + "\n"
+
+    def save(self, path: str | Path) -> None:
+        """Write the profile to `path`; a reader never sees half a file."""
+        _write_atomically(Path(path), self.to_json())
+
+    @classmethod
+    def load(cls, path: str | Path) -> DeviceProfile:
+        """Read a saved profile. Raises DeviceError for a file that is missing or is not one."""
+        try:
+            return _parse(Path(path).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise DeviceError(
+                f"device profile {str(path)!r}: {error}; expected a file written by `fxhome profile -o device.json` "
+                f"(schema {SCHEMA_VERSION}): write it again on the machine to plan for"
+            ) from error
+
+
+def measure_profile(device: torch.device | str) -> DeviceProfile:
+    """Measure `device` now ("cpu", "cuda" or "cuda:1"): at most a few seconds, some hundred MiB of its memory.
+
+    Raises DeviceError when the device is absent or of another kind.
+    """
+    from fxhome.runtime import probe  # only measuring needs the runtime: a plan for a saved profile does not
+
+    return probe.measure(resolve_device(device))
+
+
+def cached_profile(device: torch.device | str) -> DeviceProfile:
+    """The profile of `device`, measured at its first use and then read from the cache directory.
+
+    The directory is $FXHOME_CACHE_DIR or ~/.cache/fxhome; the key is the device's name and the versions. A file that
+    cannot be read is measured again and one that cannot be written is not kept; both are warned about once.
+    """
+    resolved = resolve_device(device)
+    identity = device_identity(resolved)
+    path = cache_directory() / f"device-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.json"
+    key = (str(path), identity)
+    if key not in _measured:
+        _measured[key] = _read_cache(path, identity) or _measure_and_store(resolved, path)
+    return _measured[key]
+
+
+_measured: dict[tuple[str, object], DeviceProfile] = {}
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """A device with its index. Raises DeviceError when it is absent or neither a CPU nor a CUDA device."""
+    try:
+        wanted = torch.device(device)
+    except RuntimeError as error:
+        raise DeviceError(f"device {device!r} is not one; allowed: 'cpu', 'cuda', 'cuda:N'") from error
+    if wanted.type == "cpu":
+        return torch.device("cpu")
+    if wanted.type != "cuda":
+        raise DeviceError(f"device {device!r}: only cpu and cuda are supported")
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"device {str(device)!r} was asked for and this machine has no usable CUDA device; use device='cpu', or "
+            "plan with a profile saved on the GPU machine (`fxhome profile -o device.json`)"
+        )
+    index = torch.cuda.current_device() if wanted.index is None else wanted.index
+    if index >= torch.cuda.device_count():
+        raise DeviceError(f"device {str(device)!r}: this machine has {torch.cuda.device_count()} CUDA devices")
+    return torch.device("cuda", index)
+
+
+def device_identity(device: torch.device) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+    """(kind, name, versions): what a measurement depends on. Needs a resolved device."""
+    versions = [("torch", torch.__version__)]
+    if device.type == "cuda":
+        return "cuda", torch.cuda.get_device_name(device), (*versions, ("cuda", str(torch.version.cuda)))
+    return "cpu", _processor_name(), tuple(versions)
+
+
+def cache_directory() -> Path:
+    """Where fxhome keeps what it measured."""
+    given = os.environ.get("FXHOME_CACHE_DIR")
+    return Path(given) if given else Path.home() / ".cache" / "fxhome"
+
+
+def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...]]) -> DeviceProfile | None:
+    try:
+        profile = _parse(path.read_text(encoding="utf-8"))
+        if (profile.kind, profile.name, profile.versions) != identity:
+            raise ValueError("it describes another device")
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError) as error:
+        warnings.warn(
+            f"fxhome: cached device profile {str(path)!r}: {error}; measuring again", RuntimeWarning, stacklevel=2
+        )
+        return None
+    return profile
+
+
+def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
+    profile = measure_profile(device)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        profile.save(path)
+    except OSError as error:
+        warnings.warn(
+            f"fxhome: the device profile cannot be kept in {str(path)!r} ({error}) and will be measured again by the "
+            "next process; set FXHOME_CACHE_DIR to a writable directory",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+    return profile
+
+
+def _parse(text: str) -> DeviceProfile:
+    document = json.loads(text)
+    if not isinstance(document, dict) or document.get("schema") != SCHEMA_VERSION or "device_profile" not in document:
+        raise DecodeError("not a device profile of this schema")
+    profile: DeviceProfile = decode(DeviceProfile, document["device_profile"], "device_profile")
+    return profile
+
+
+def _write_atomically(path: Path, text: str) -> None:
+    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name, suffix=".tmp")
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.replace(temporary, path)
+    except OSError:
+        Path(temporary).unlink(missing_ok=True)
+        raise
+
+
+def _processor_name() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return "cpu"
+    names = (line.partition(":")[2].strip() for line in lines if line.startswith(("model name", "Model")))
+    return next(names, "cpu")

@@ -1,0 +1,168 @@
+"""Device profiles: measured once, cached, portable, refused clearly."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from fxhome import device as device_module
+from fxhome.device import DeviceProfile, cached_profile, measure_profile, resolve_device
+from fxhome.errors import DeviceError
+
+PROFILE = DeviceProfile(
+    name="Some GPU",
+    kind="cuda",
+    d2h_bytes_per_s=55e9,
+    h2d_bytes_per_s=55e9,
+    duplex_bytes_per_s=75e9,
+    copy_latency_us=20.0,
+    memory_bytes_per_s=4e12,
+    launch_us=5.0,
+    flops_per_s=(("bfloat16", 7e14), ("float32", 5e13)),
+    total_memory_bytes=140 * 1024**3,
+    host_memory_bytes=128 * 1024**3,
+    versions=(("torch", "2.14.1"), ("cuda", "13.0")),
+)
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(device_module, "_measured", {})
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def measurements(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Replace the measurement by a counted, instant one."""
+    made: list[str] = []
+
+    def measure(device: torch.device | str) -> DeviceProfile:
+        made.append(str(device))
+        kind, name, versions = device_module.device_identity(torch.device("cpu"))
+        return dataclasses.replace(PROFILE, kind=kind, name=name, versions=versions, launch_us=float(len(made)))
+
+    monkeypatch.setattr(device_module, "measure_profile", measure)
+    return made
+
+
+def test_save_and_load_give_the_same_profile(tmp_path: Path) -> None:
+    path = tmp_path / "device.json"
+    PROFILE.save(path)
+    assert DeviceProfile.load(path) == PROFILE
+    assert [entry.name for entry in tmp_path.iterdir()] == ["device.json"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "not json",
+        "[]",
+        "{}",
+        '{"schema": 2, "device_profile": {}}',
+        '{"schema": 1, "device_profile": {}}',
+        "\udce4",
+    ],
+)
+def test_a_file_that_is_no_profile_is_refused_with_the_way_out(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "device.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(DeviceError, match=r"device\.json.*fxhome profile -o device\.json"):
+        DeviceProfile.load(path)
+
+
+def test_a_missing_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DeviceError, match="No such file"):
+        DeviceProfile.load(tmp_path / "absent.json")
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("d2h_bytes_per_s", 0.0), ("launch_us", -1.0), ("memory_bytes_per_s", float("nan")), ("kind", "tpu")],
+)
+def test_a_rate_that_cannot_be_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    document = json.loads(PROFILE.to_json())
+    document["device_profile"][field] = value
+    path = tmp_path / "device.json"
+    path.write_text(json.dumps(document), encoding="utf-8")
+    with pytest.raises(DeviceError, match=field):
+        DeviceProfile.load(path)
+
+
+def test_fingerprint_names_the_device_and_not_the_measurement() -> None:
+    assert dataclasses.replace(PROFILE, d2h_bytes_per_s=1.0).fingerprint() == PROFILE.fingerprint()
+    assert dataclasses.replace(PROFILE, name="Another GPU").fingerprint() != PROFILE.fingerprint()
+    assert dataclasses.replace(PROFILE, total_memory_bytes=1).fingerprint() != PROFILE.fingerprint()
+
+
+def test_flops_of_knows_only_what_was_measured() -> None:
+    assert PROFILE.flops_of(torch.bfloat16) == 7e14
+    assert PROFILE.flops_of(torch.int8) is None
+
+
+def test_measuring_the_cpu_gives_plausible_rates_even_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        profile = measure_profile("cpu")
+    assert profile.kind == "cpu"
+    assert 1e8 < profile.d2h_bytes_per_s < 1e12
+    assert {dtype for dtype, _ in profile.flops_per_s} == {"bfloat16", "float16", "float32"}
+    assert profile.duplex_bytes_per_s <= profile.d2h_bytes_per_s + profile.h2d_bytes_per_s
+
+
+def test_the_cache_is_read_by_the_next_process(
+    cache: Path, measurements: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = cached_profile("cpu")
+    assert cached_profile("cpu") is first
+    monkeypatch.setattr(device_module, "_measured", {})  # what a new process starts with
+    assert cached_profile("cpu") == first
+    assert measurements == ["cpu"]
+
+
+@pytest.mark.parametrize("damage", ["{", "another device"])
+def test_a_bad_cache_file_is_measured_again_with_a_warning(
+    cache: Path, measurements: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
+) -> None:
+    cached_profile("cpu")
+    (path,) = cache.iterdir()
+    path.write_text(PROFILE.to_json() if damage == "another device" else damage, encoding="utf-8")
+    monkeypatch.setattr(device_module, "_measured", {})
+    with pytest.warns(RuntimeWarning, match="measuring again"):
+        assert cached_profile("cpu").launch_us == 2.0
+    assert DeviceProfile.load(path).launch_us == 2.0
+
+
+def test_a_cache_that_cannot_be_written_is_announced_and_the_profile_used(cache: Path, measurements: list[str]) -> None:
+    cache.write_text("a file where the directory should be", encoding="ascii")
+    with pytest.warns(RuntimeWarning) as caught:
+        assert cached_profile("cpu").launch_us == 1.0
+    assert any("FXHOME_CACHE_DIR" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("name", ["mps", "nonsense"])
+def test_other_devices_are_refused(name: str) -> None:
+    with pytest.raises(DeviceError, match=name):
+        resolve_device(name)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="tests the machine without CUDA")
+def test_cuda_without_cuda_is_refused_with_the_way_out() -> None:
+    with pytest.raises(DeviceError, match=r"fxhome profile -o device\.json"):
+        cached_profile("cuda")
+
+
+def test_importing_device_touches_neither_cuda_nor_the_runtime() -> None:
+    code = (
+        "import sys, fxhome.device, torch; "
+        "assert not torch.cuda.is_initialized(); "
+        "assert not any(m.startswith(('fxhome.runtime', 'numba')) for m in sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
