@@ -27,7 +27,7 @@ _PLAIN_WIDTH = 120
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    arguments = _parser().parse_args(argv)
+    arguments = parser().parse_args(argv)
     stdout = sys.stdout
     try:
         # Whatever a library prints while we work must not mix with the result on stdout.
@@ -53,10 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="fxhome", description="Train a PyTorch model inside a byte budget.")
-    parser.add_argument("--version", action="version", version=f"fxhome {__version__}")
-    commands = parser.add_subparsers(dest="name", required=True, metavar="COMMAND")
+def parser() -> argparse.ArgumentParser:
+    """The whole command line; each command's function is in `command`."""
+    top = argparse.ArgumentParser(prog="fxhome", description="Train a PyTorch model inside a byte budget.")
+    top.add_argument("--version", action="version", version=f"fxhome {__version__}")
+    commands = top.add_subparsers(dest="name", required=True, metavar="COMMAND")
 
     run = commands.add_parser("run", help="train a few steps without and with a plan, side by side")
     run.set_defaults(command=cli_commands.run)
@@ -83,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda where there is one)")
     profile.add_argument("-o", "--output", metavar="FILE", help="write the profile here")
     _add_output_arguments(profile)
-    return parser
+    return top
 
 
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:

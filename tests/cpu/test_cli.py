@@ -104,8 +104,8 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         seen.append({"model": model, "example_args": example_args, **options})
         return EXAMPLE
 
-    monkeypatch.setitem(fxhome.__dict__, "optimize", optimize)
-    monkeypatch.setitem(fxhome.__dict__, "plan", plan)
+    monkeypatch.setitem(vars(fxhome), "optimize", optimize)
+    monkeypatch.setitem(vars(fxhome), "plan", plan)
     return seen
 
 
@@ -130,7 +130,7 @@ def profile_file(tmp_path: Path) -> str:
     return str(path)
 
 
-def raiser(error: Exception) -> Callable[..., Any]:
+def raiser(error: BaseException) -> Callable[..., Any]:
     def fail(*args: Any, **options: Any) -> Any:
         raise error
 
@@ -307,7 +307,7 @@ def test_an_infeasible_budget_is_a_message(
     spec: str, profile_file: str, calls: Calls, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     error = InfeasibleBudgetError("2 GiB is too small; the smallest is 3 GiB", minimum_bytes=3, budget_bytes=2)
-    monkeypatch.setitem(fxhome.__dict__, "plan", raiser(error))
+    monkeypatch.setitem(vars(fxhome), "plan", raiser(error))
 
     assert cli.main(["plan", spec, "--device", profile_file]) == 2
     assert "fxhome plan: error: 2 GiB is too small; the smallest is 3 GiB" in capsys.readouterr().err
@@ -316,14 +316,14 @@ def test_an_infeasible_budget_is_a_message(
 def test_a_defect_of_fxhome_keeps_its_traceback(
     spec: str, profile_file: str, calls: Calls, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(fxhome.__dict__, "plan", raiser(GraphRuleError("broken")))
+    monkeypatch.setitem(vars(fxhome), "plan", raiser(GraphRuleError("broken")))
 
     with pytest.raises(GraphRuleError, match="broken"):
         cli.main(["plan", spec, "--device", profile_file])
 
 
 def test_an_interrupt_ends_quietly(plan_file: str, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr("fxhome.cli_commands.load_plans", raiser(KeyboardInterrupt()))  # type: ignore[arg-type]
+    monkeypatch.setattr("fxhome.cli_commands.load_plans", raiser(KeyboardInterrupt()))
 
     assert cli.main(["show", plan_file]) == 130
     assert capsys.readouterr() == ("", "")
