@@ -87,7 +87,8 @@ def storage_nbytes(value: torch.Tensor) -> int:
     return int(value.untyped_storage().nbytes())
 
 
-def _allocated(size: int, device_type: str) -> int:
+def allocated_bytes(size: int, device_type: str) -> int:
+    """What the device's allocator takes for `size` bytes: CUDA rounds up to 512, CPU storages count as they are."""
     if device_type == "cuda":
         return -(-size // CUDA_ROUNDING_BYTES) * CUDA_ROUNDING_BYTES
     return size
@@ -122,7 +123,7 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
         on_device = value.device.type == device_type
         storages.append(
             {
-                "size": _allocated(size, device_type) if on_device else 0,
+                "size": allocated_bytes(size, device_type) if on_device else 0,
                 "copy": size,
                 "owner": owner,
                 "root": root,
@@ -145,7 +146,7 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
                     owns[i].append(storage)
                     tangents.append(storage)
                 else:
-                    input_bytes += _allocated(storage_nbytes(value), device_type)
+                    input_bytes += allocated_bytes(storage_nbytes(value), device_type)
             continue
         if node.target is operator.getitem:
             source = node.args[0]

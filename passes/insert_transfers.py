@@ -104,7 +104,7 @@ def _insert_backward(graph: fx.Graph, program: Sequence[Instruction], end: int, 
     for name in [node.name for node in graph.nodes if node.op == "placeholder" and node.name in moved]:
         with graph.inserting_before(sources[name]):
             host = graph.placeholder(f"{name}_host")
-        host.meta = {"val": hosts[name].meta["val"], "fxhome_source": name}
+        host.meta = {"val": hosts[name].meta["val"], "fxhome_source": name, "fxhome_host": True}
         hosts_here[name] = host
     body = program[end + 1 :]
     for position, (item, anchor) in enumerate(zip(body, _anchors(graph, body, end + 1), strict=True), start=end + 1):

@@ -42,8 +42,20 @@ def allowed_placements(storage: StorageFacts, allow: Collection[str]) -> list[bo
     return row
 
 
-def build_problem(facts: GraphFacts, costs: Costs, link: Link, allow: Collection[str]) -> Problem:
-    """Assemble the numbers; storages of 4 KiB or less are kept unless the user's own checkpoint rebuilds them."""
+def build_problem(
+    facts: GraphFacts,
+    costs: Costs,
+    link: Link,
+    allow: Collection[str],
+    *,
+    outside_bytes: int = 0,
+    between_bytes: int = 0,
+) -> Problem:
+    """Assemble the numbers; storages under 4 KiB are never swapped.
+
+    outside_bytes: held during the whole backward by nothing in this graph (an eager loss, other graphs' gradients).
+    between_bytes: needed only between this forward and its backward (the graphs that run in between).
+    """
     nodes = len(facts.node_names)
     root_storage = np.full(nodes, -1, np.int32)
     for storage, root in enumerate(facts.storage_root):
@@ -75,6 +87,7 @@ def build_problem(facts: GraphFacts, costs: Costs, link: Link, allow: Collection
         forward_output=np.array(facts.forward_outputs, np.int32),
         backward_output=np.array(facts.backward_outputs, np.int32),
         tangent_storage=np.array(facts.tangent_storages, np.int32),
+        outside_bytes=np.array([outside_bytes, between_bytes], np.int64),
     )
     allowed = np.array([allowed_placements(s, allow) for s in facts.storages], bool).reshape(-1, PLACEMENTS)
     return Problem(arrays, link, allowed, np.array(facts.group, np.int32))

@@ -135,7 +135,19 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         np.empty(storages, np.int32) for _ in range(6)
     )
     kernels.liveness(
-        g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward
+        g,
+        placement,
+        saved,
+        program,
+        forward,
+        total,
+        curve,
+        produced,
+        last_forward,
+        first_backward,
+        last_backward,
+        -1,
+        saved,
     )
     kernels.transfers(
         g,
@@ -196,3 +208,23 @@ def evaluate(problem: Problem, placement: Placements, budget: int) -> tuple[int,
     """(peak bytes, step us) of `placement` under `budget`; the same figures as `simulate`, with nothing kept."""
     result = _run(problem, placement, budget)
     return result.peak_bytes, result.step_us
+
+
+def holders(problem: Problem, placement: Placements, result: SimResult) -> list[tuple[int, int]]:
+    """(storage, bytes) of everything alive at the peak, largest first, copies in flight included."""
+    g = problem.arrays
+    held = np.zeros(problem.num_storages, np.int8)
+    scratch = [np.empty(problem.num_storages, np.int32) for _ in range(4)]
+    total = len(result.program)
+    curve = np.zeros(total + 2, np.int64)
+    position = min(result.peak_position, total)
+    kernels.liveness(
+        g, placement, result.saved, result.program, result.forward_length, total, curve, *scratch, position, held
+    )
+    moved = (result.saved == 1) & (placement != KEEP)
+    leaving = (result.produced <= position) & (position < result.wait_out)
+    back = (result.issue_in <= position) & (position <= result.last_backward)
+    held[moved & (leaving | back)] = 1
+    storages = np.flatnonzero(held)
+    order = np.argsort(-g.storage_bytes[storages], kind="stable")
+    return [(int(s), int(g.storage_bytes[s])) for s in storages[order]]

@@ -57,6 +57,8 @@ class SimArrays(NamedTuple):
     forward_output: Int32  # node ids
     backward_output: Int32  # node ids
     tangent_storage: Int32
+    # [held by no graph during the whole backward, needed only between the forward and the backward]
+    outside_bytes: Int64 = np.zeros(2, np.int64)
 
 
 class Link(NamedTuple):
@@ -178,11 +180,12 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
 
 
 @njit(cache=True)
-def liveness(g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward):  # type: ignore[no-untyped-def]
+def liveness(g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward, watch, held):  # type: ignore[no-untyped-def]
     """Fill `curve[p]` = bytes alive at instruction p, without what transfers add; and the use positions of swapped storages.
 
     One pass from the end: when a definition is reached, every later reader of that instance has been seen. Views and
-    virtual (fused, never materialised) nodes pass their last use on to what they read.
+    virtual (fused, never materialised) nodes pass their last use on to what they read. `held[s]` becomes 1 for each
+    storage alive at position `watch` (-1: none is asked about).
     """
     n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
@@ -227,6 +230,8 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
                 stop = end if g.storage_held[s] else max(last[g.storage_owner[s]], forward)
                 delta[forward] += storage_bytes[s]
                 delta[stop + 1] -= storage_bytes[s]
+                if forward <= watch <= stop:
+                    held[s] = 1
             for i in range(g.forward_output.shape[0]):
                 last[g.forward_output[i]] = end
         if p < 0:
@@ -249,6 +254,8 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
                 until = max(until, p)
                 delta[p] += storage_bytes[s]
                 delta[until + 1] -= storage_bytes[s]
+                if p <= watch <= until:
+                    held[s] = 1
         elif kind == GETITEM:
             if storage >= 0:
                 item_last[storage] = max(item_last[storage], stop)
@@ -259,6 +266,8 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
                 stop = max(stop, p)
                 delta[p] += storage_bytes[storage]
                 delta[stop + 1] -= storage_bytes[storage]
+                if p <= watch <= stop:
+                    held[storage] = 1
             else:
                 passes_on = True
         reach = max(p, stop) if passes_on else p
@@ -275,6 +284,11 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
         curve[p] = running
     for p in range(total):
         curve[p] += g.node_workspace[program[p]]
+        if p >= forward:
+            curve[p] += g.outside_bytes[0]
+    if forward < total:
+        # The moment between the two graphs belongs to the first instruction of the backward: what is alive then is alive there.
+        curve[forward] += g.outside_bytes[1]
 
 
 @njit(cache=True)

@@ -1,0 +1,151 @@
+"""The torch.compile backend: `torch.compile(model, backend="fxhome", options={"memory_budget": "20GiB"})`.
+
+Dynamo hands over a graph; AOTAutograd traces its joint forward and backward; our partition function plans it; the inner
+compiler compiles the two graphs. What Dynamo gets back is a ManagedGraph, which can do all of that again when the
+situation has changed. Nothing is raised while compiling: a refusal is raised by the first call, unwrapped.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx.graph_module import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from fxhome import ledger
+from fxhome.device import DeviceProfile, cached_profile
+from fxhome.errors import DeviceError, FxhomeError, OptionError, PlanMismatchError
+from fxhome.managed_graph import ManagedGraph, Variant
+from fxhome.options import Options
+from fxhome.passes.pipeline import Planned, Situation, plan_graph
+from fxhome.placement import Plan, load_plans
+
+log = logging.getLogger("fxhome")
+
+
+class _Refusal:
+    """Stands in for a compiled graph where nothing could be compiled: every call raises the reason."""
+
+    def __init__(self, error: FxhomeError) -> None:
+        self.error = error
+
+    def __call__(self, *_: Any) -> Any:
+        raise self.error.with_traceback(None)
+
+
+def fxhome(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    *,
+    options: Mapping[str, object] | None = None,
+    mode: str | None = None,
+) -> Callable[..., Any]:
+    """Plan and compile one Dynamo graph. `mode` (for example "reduce-overhead") is accepted and noted, not applied."""
+    try:
+        parsed = options if isinstance(options, Options) else Options.from_mapping(options or {})
+        device = _device_of(example_inputs)
+        return managed(gm, example_inputs, parsed, device, mode)
+    except FxhomeError as error:
+        return _Refusal(error)
+
+
+def _reset() -> None:
+    """torch._dynamo.reset() calls this: plans end with the graphs they were made for."""
+    ledger.forget_all()
+
+
+fxhome.reset = _reset  # type: ignore[attr-defined]
+
+
+def managed(
+    gm: GraphModule, example_inputs: Sequence[Any], options: Options, device: torch.device, mode: str | None
+) -> ManagedGraph:
+    """The ManagedGraph of one Dynamo graph, its first variant compiled or refused."""
+    _fail_at_recompile_limit()
+    inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
+    profile = cached_profile(device)
+    context = torch._guards.TracingContext.try_get()
+    stored = _stored_plans(options)
+
+    def compile_variant(graph: ManagedGraph, situation: Situation, replay: Plan | None) -> Variant:
+        found: list[Planned] = []
+
+        def partition(joint: GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **extra: Any) -> tuple[GraphModule, GraphModule]:
+            planned = plan_graph(
+                joint,
+                joint_inputs,
+                num_fwd_outputs,
+                options=options,
+                profile=profile,
+                situation=situation,
+                measure=True,
+                inner=inner,
+                static_lifetime_input_indices=extra.get("static_lifetime_input_indices"),
+                replays=stored,
+            )
+            found.append(planned)
+            return planned.forward, planned.backward
+
+        with torch._guards.tracing(context):
+            if inner == "inductor":
+                from fxhome.inner_inductor import compile_inductor
+
+                call = compile_inductor(gm, example_inputs, partition, graph)
+            else:
+                from fxhome.inner_eager import compile_eager
+
+                call = compile_eager(gm, example_inputs, partition, graph)
+        planned = found[-1] if found else None
+        return Variant(call, situation, planned, planned.plan if planned is not None else None)
+
+    graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
+    graph.notes.extend(_notes(mode, inner))
+    graph.prepare()
+    return graph
+
+
+def _device_of(example_inputs: Sequence[Any]) -> torch.device:
+    devices = {leaf.device for leaf in tree_leaves(list(example_inputs)) if isinstance(leaf, torch.Tensor)}
+    cuda = sorted({device for device in devices if device.type == "cuda"}, key=str)
+    if len(cuda) > 1:
+        raise DeviceError(
+            f"fxhome: this graph uses {', '.join(map(str, cuda))}; a plan is for one device. "
+            "Compile each device's part of the model by itself"
+        )
+    other = sorted({device.type for device in devices} - {"cuda", "cpu"})
+    if other:
+        raise DeviceError(f"fxhome: tensors on {', '.join(other)}; only cuda and cpu are supported. Move the model first")
+    return cuda[0] if cuda else torch.device("cpu")
+
+
+def _stored_plans(options: Options) -> tuple[Plan, ...]:
+    if options.plan is None:
+        return ()
+    if isinstance(options.plan, Plan):
+        return (options.plan,)
+    return load_plans(options.plan)
+
+
+def _notes(mode: str | None, inner: str) -> list[str]:
+    notes = []
+    if mode is not None:
+        notes.append(f"mode={mode!r} is not applied: host copies make CUDA graphs impossible, and fxhome keeps Inductor's stock settings")
+        log.warning("fxhome: %s", notes[-1])
+    ddp = torch.nn.parallel.DistributedDataParallel
+    if torch.distributed.is_available() and ddp._get_active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
+        notes.append(
+            "DistributedDataParallel's optimizer splits the model into one graph per bucket, each planned by itself under "
+            "the one budget; torch._dynamo.config.optimize_ddp = False gives one graph and a better plan"
+        )
+        log.warning("fxhome: %s", notes[-1])
+    return notes
+
+
+def _fail_at_recompile_limit() -> None:
+    """At its recompile limit Dynamo would run the model eagerly, without any budget: make it raise instead."""
+    if not torch._dynamo.config.fail_on_recompile_limit_hit:
+        torch._dynamo.config.fail_on_recompile_limit_hit = True
+        log.info("fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore the budget)")

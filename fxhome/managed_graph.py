@@ -1,0 +1,287 @@
+"""One Dynamo graph under a budget: its compiled variants, its outstanding forwards, and what was measured of it.
+
+    entry of a forward:  what is resident?  -> a variant whose promise still holds, or a new one planned for it
+    first step of a variant: metered        -> asked / predicted / measured; a broken promise is planned again, once
+
+A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started with.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx.graph_module import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from fxhome import ledger
+from fxhome.errors import FxhomeError
+from fxhome.options import Options
+from fxhome.passes.pipeline import Planned, Situation
+from fxhome.placement import Plan
+from fxhome.runtime.meter import StorageMeter
+from fxhome.units import format_bytes
+
+log = logging.getLogger("fxhome")
+
+# On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is enough.
+CPU_SCAN_EVERY = 16
+CPU_SCAN_FIRST = 6
+
+
+@dataclass(eq=False)
+class Variant:
+    """One compiled plan. `planned` is None for a graph without a backward."""
+
+    call: Callable[..., Any]
+    situation: Situation
+    planned: Planned | None
+    plan: Plan | None
+    metered: bool = False
+
+    def fits(self, resident_bytes: int) -> bool:
+        """Whether the promise still holds when this much is resident at the entry of the forward."""
+        if self.plan is None:
+            return True
+        grown = resident_bytes - self.plan.resident_bytes
+        return grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
+
+
+class Session:
+    """One forward and its backward: what was seen at their four ends."""
+
+    def __init__(self, variant: Variant, entry_bytes: int, meter: StorageMeter | None, metered: bool) -> None:
+        self.variant = variant
+        self.entry_bytes = entry_bytes
+        self.meter = meter
+        self.metered = metered
+        self.peak_bytes = 0
+        self.reserved_bytes: int | None = None
+        self.backward_entry_bytes: int | None = None
+        self.forward_seconds = 0.0
+        self.backward_started = 0.0
+        self.done = False
+
+    def metering(self) -> AbstractContextManager[object]:
+        """Around the execution of one graph."""
+        return self.meter if self.meter is not None and not self.done else nullcontext()
+
+
+Compile = Callable[["ManagedGraph", Situation, Plan | None], Variant]
+
+
+class ManagedGraph:
+    """The callable that torch.compile gets. `compile_variant` runs AOTAutograd and the inner compiler once."""
+
+    def __init__(self, module: GraphModule, options: Options, device: torch.device, compile_variant: Compile, replay: Plan | None) -> None:
+        self.module = module
+        self.options = options
+        self.device = device
+        self.refusal: FxhomeError | None = None
+        self.variants: list[Variant] = []
+        self.current: Session | None = None
+        self.notes: list[str] = []
+        self._compile_variant = compile_variant
+        self._replay = replay
+        self._pending: list[tuple[weakref.ref[Any], Session]] = []
+        self._entries = 0
+        self._entry_bytes = 0
+        self._outside_bytes = 0
+        self._between_bytes = 0
+        self._first_resident = 0
+        self._announced: set[str] = set()
+        ledger.register(self)
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan of the variant that ran last, with what was measured of it."""
+        return self.variants[-1].plan if self.variants else None
+
+    def prepare(self) -> None:
+        """Compile the first variant. A refusal is kept and raised by the first call, where nothing can swallow it."""
+        self._first_resident = ledger.held_bytes(self.device)
+        try:
+            self._add_variant(self._first_resident)
+        except FxhomeError as error:
+            self.refusal = error
+
+    def _situation(self, resident_bytes: int) -> Situation:
+        return Situation(
+            # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
+            resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
+            outside_bytes=self._outside_bytes,
+            between_bytes=self._between_bytes,
+            free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
+        )
+
+    def _add_variant(self, resident_bytes: int) -> Variant:
+        variant = self._compile_variant(self, self._situation(resident_bytes), self._replay)
+        if variant.plan is not None and self.notes:
+            variant.plan = replace(variant.plan, notes=(*variant.plan.notes, *self.notes))
+        self.variants.append(variant)
+        return variant
+
+    def __call__(self, *args: Any) -> Any:
+        """Run the forward under a variant whose promise holds now."""
+        if self.refusal is not None:
+            # A fresh traceback each time: the same refusal may be met by many calls.
+            raise self.refusal.with_traceback(None)
+        resident = self._resident_bytes(args)
+        variant = self._choose(resident)
+        session = self._open(variant, resident)
+        self.current = session
+        begin = time.perf_counter()
+        try:
+            outputs = variant.call(*args)
+        finally:
+            self.current = None
+        session.forward_seconds = time.perf_counter() - begin
+        self._close_forward(session, outputs)
+        return outputs
+
+    def _resident_bytes(self, args: Sequence[Any]) -> int:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_allocated(self.device)
+        self._entries += 1
+        if self._entries <= CPU_SCAN_FIRST or self._entries % CPU_SCAN_EVERY == 0:
+            self._entry_bytes = ledger.held_bytes(self.device)
+        return self._entry_bytes
+
+    def _choose(self, resident: int) -> Variant:
+        latest = self.variants[-1]
+        if latest.fits(resident):
+            return latest
+        for variant in self.variants:
+            if variant.fits(resident):
+                self.variants.remove(variant)
+                self.variants.append(variant)
+                return variant
+        assert latest.plan is not None
+        grown = resident - latest.plan.resident_bytes
+        self._announce(
+            "grown",
+            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer state, gradients or "
+            "another forward's activations): planning again",
+        )
+        return self._add_variant(resident)
+
+    def _announce(self, kind: str, message: str) -> None:
+        if kind not in self._announced:
+            self._announced.add(kind)
+            log.warning("fxhome: %s", message)
+
+    def _open(self, variant: Variant, resident: int) -> Session:
+        self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
+        metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
+        meter = None
+        if metered:
+            log.info("fxhome: this step is metered (peak memory counters are reset)")
+            if self.device.type == "cuda":
+                torch.cuda.reset_peak_memory_stats(self.device)
+            elif variant.plan is not None and variant.plan.inner == "aot_eager":
+                meter = StorageMeter(granule_bytes=1)
+                meter.track_resident()
+                resident = meter.current_bytes
+        return Session(variant, resident, meter, metered)
+
+    def _close_forward(self, session: Session, outputs: Any) -> None:
+        if session.variant.plan is None:
+            return
+        node = _compiled_node(outputs)
+        if node is None:
+            return
+        if session.metered and self.device.type == "cuda":
+            session.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        self._pending.append((weakref.ref(node), session))
+        graph = weakref.ref(self)
+
+        def before(_: Any) -> None:
+            if (owner := graph()) is not None:
+                owner._enter_backward(session)
+
+        def after(*_: Any) -> None:
+            if (owner := graph()) is not None:
+                owner._leave_backward(session)
+
+        node.register_prehook(before)
+        node.register_hook(after)
+
+    def _enter_backward(self, session: Session) -> None:
+        self.current = session
+        session.backward_started = time.perf_counter()
+        if session.metered and not session.done:
+            if self.device.type == "cuda":
+                session.backward_entry_bytes = torch.cuda.memory_allocated(self.device)
+            elif session.meter is not None:
+                session.meter.track_resident()
+                session.backward_entry_bytes = session.meter.current_bytes
+
+    def _leave_backward(self, session: Session) -> None:
+        self.current = None
+        if session.done:
+            return
+        session.done = True
+        variant = session.variant
+        assert variant.plan is not None
+        seconds = session.forward_seconds + time.perf_counter() - session.backward_started
+        if not session.metered:
+            if variant.plan.measured_step_seconds is None and self.device.type == "cpu":
+                variant.plan = replace(variant.plan, measured_step_seconds=seconds)
+            return
+        variant.metered = True
+        if self.device.type == "cuda":
+            session.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            session.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
+        elif session.meter is not None:
+            session.peak_bytes = session.meter.peak_bytes
+        else:
+            return
+        self._learn(session)
+
+    def _learn(self, session: Session) -> None:
+        """Record what the metered step showed; where the promise broke, learn what it missed and plan again, once."""
+        variant = session.variant
+        plan, planned = variant.plan, variant.planned
+        assert plan is not None and planned is not None
+        outside = 0
+        if session.backward_entry_bytes is not None:
+            expected = session.entry_bytes + planned.boundary_bytes
+            tangents = planned.tangent_bytes
+            outside = max(0, session.backward_entry_bytes - expected - tangents)
+        variant.plan = plan.with_measurement(
+            peak_bytes=session.peak_bytes, step_seconds=plan.measured_step_seconds, reserved_bytes=session.reserved_bytes
+        )
+        session.meter = None
+        if session.peak_bytes <= plan.budget_bytes or planned.is_best_effort:
+            return
+        over = session.peak_bytes - plan.budget_bytes
+        if "overrun" in self._announced or self._replay is not None:
+            self._announce("overrun again", f"the measured peak is {format_bytes(over)} over the budget")
+            return
+        self._announce(
+            "overrun",
+            f"the measured peak {format_bytes(session.peak_bytes)} is {format_bytes(over)} over the budget of "
+            f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: planning again",
+        )
+        self._outside_bytes = max(self._outside_bytes, outside, over if outside == 0 else 0)
+        try:
+            self._add_variant(session.entry_bytes)
+        except FxhomeError as error:
+            self.refusal = error
+
+
+def _compiled_node(outputs: Any, depth: int = 3) -> Any:
+    """The autograd node of the compiled graph behind `outputs`, or None (no gradient wanted)."""
+    level = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    for _ in range(depth):
+        for node in level:
+            if type(node).__name__ == "CompiledFunctionBackward":
+                return node
+        level = [parent for node in level for parent, _ in node.next_functions if parent is not None]
+    return None

@@ -1,0 +1,51 @@
+"""What the inner backend would do by itself: its default min-cut partition, as graphs and as a placement.
+
+Both aot_eager and Inductor partition by min-cut. fxhome returns exactly these graphs where they fit the budget, measures
+every share ("60%") against their peak, and starts the search from their placement.
+"""
+
+import copy
+
+import torch
+from torch import fx
+from torch.fx.graph_module import GraphModule
+
+from fxhome.passes.facts import GraphFacts, storage_key
+from fxhome.passes.simulate import KEEP, RECOMPUTE, Placements, Problem
+
+
+def copy_joint(module: GraphModule) -> GraphModule:
+    """A joint graph that can be changed without changing `module`; node names and values are shared."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+def baseline_partition(
+    module: GraphModule, inputs: object, num_fwd_outputs: int, static_lifetime_input_indices: list[int] | None, compiler: str | None
+) -> tuple[GraphModule, GraphModule]:
+    """The stock partition of (a copy of) `module`."""
+    from torch._functorch.partitioners import min_cut_rematerialization_partition
+
+    options = {"compiler": compiler} if compiler is not None else {}
+    forward, backward = min_cut_rematerialization_partition(
+        copy_joint(module),
+        inputs,
+        num_fwd_outputs=num_fwd_outputs,
+        static_lifetime_input_indices=static_lifetime_input_indices,
+        **options,
+    )
+    return forward, backward
+
+
+def baseline_placement(module: GraphModule, facts: GraphFacts, problem: Problem, forward: GraphModule, num_fwd_outputs: int) -> Placements:
+    """The min-cut's saved set in the search's terms: what it saves is kept, what it does not save is recomputed."""
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = {storage_key(node.meta.get("val")) for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)}
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    placement = problem.keep_all()
+    for storage, root in enumerate(facts.storage_root):
+        if root < 0 or not problem.allowed[storage, RECOMPUTE]:
+            continue
+        value = nodes[root].meta.get("val")
+        kept = isinstance(value, torch.Tensor) and storage_key(value) in saved
+        placement[storage] = KEEP if kept and problem.allowed[storage, KEEP] else RECOMPUTE
+    return placement

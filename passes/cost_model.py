@@ -1,0 +1,182 @@
+"""What every node of a joint graph costs: measured where it is a kernel of its own, by bytes where it would be fused.
+
+    node costs = measured (each distinct operator, shapes, strides, dtypes once per device; cached on disk)
+               | bytes / memory bandwidth + launch      pointwise operators and small reductions
+               | max(operations / rate, bytes / bandwidth)   offline, or where the example does not fit (marked estimated)
+               | nothing                                views, getitems, effects on inputs
+
+Times steer the search; they never enter the peak. Workspace does, on CUDA.
+"""
+
+import hashlib
+import json
+import logging
+import math
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._pytree import tree_leaves
+
+from fxhome.device import DeviceProfile, cache_directory
+from fxhome.passes.classify import is_effectful
+from fxhome.passes.facts import GraphFacts
+from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
+from fxhome.passes.problem import Costs
+from fxhome.passes.simulate_kernels import ALIAS, GETITEM, INPUT
+from fxhome.progress import progress
+
+log = logging.getLogger("fxhome.cost")
+
+SMALL_OP_BYTES = 1 << 16
+_MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
+
+
+def op_signature(node: fx.Node) -> str:
+    """Target, constants, and the layout of every tensor: what a measured time belongs to."""
+
+    def describe(value: Any) -> str:
+        if isinstance(value, fx.Node):
+            return describe(value.meta.get("val"))
+        if isinstance(value, torch.Tensor):
+            return f"{value.dtype}{tuple(map(int, value.shape))}{tuple(map(int, value.stride()))}"
+        if isinstance(value, list | tuple):
+            return "[" + ",".join(describe(leaf) for leaf in value) + "]"
+        return repr(value)
+
+    keywords = ",".join(f"{key}={describe(value)}" for key, value in sorted(node.kwargs.items()))
+    return f"{node.target}({describe(list(node.args))},{keywords})"
+
+
+def tensor_bytes(node: fx.Node) -> int:
+    """Bytes that `node` must read and write at least once: every input and every result."""
+    values = [source.meta.get("val") for source in node.all_input_nodes] + [node.meta.get("val")]
+    return sum(_touched(leaf) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def _touched(value: torch.Tensor) -> int:
+    # An expanded tensor is read once, however often its elements repeat.
+    real = math.prod(int(n) for n, s in zip(value.shape, value.stride(), strict=True) if int(s) != 0)
+    return real * value.dtype.itemsize
+
+
+def is_fusible(node: fx.Node) -> bool:
+    """Whether a fusing compiler makes no kernel of its own for `node`."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
+
+
+def estimate_us(node: fx.Node, profile: DeviceProfile) -> float:
+    """Roofline time of `node` from its operations and bytes."""
+    move_us = tensor_bytes(node) / profile.memory_bytes_per_s * 1e6
+    return profile.launch_us + max(move_us, _flops(node) / _rate(node, profile) * 1e6)
+
+
+def _rate(node: fx.Node, profile: DeviceProfile) -> float:
+    rates = dict(profile.flops_per_s)
+    for leaf in tree_leaves([source.meta.get("val") for source in node.all_input_nodes]):
+        if isinstance(leaf, torch.Tensor) and leaf.dtype.is_floating_point:
+            name = str(leaf.dtype).removeprefix("torch.")
+            return rates.get(name, min(rates.values()))
+    return min(rates.values())
+
+
+def _flops(node: fx.Node) -> float:
+    from torch.utils.flop_counter import flop_registry
+
+    packet = getattr(node.target, "overloadpacket", None)
+    counter: Callable[..., Any] | None = flop_registry.get(packet)
+    if counter is None:
+        return 0.0
+    args = fx.node.map_arg(node.args, lambda source: source.meta["val"])
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
+    return float(counter(*args, **kwargs, out_val=node.meta["val"]))
+
+
+class TimingCache:
+    """Measured operator times of one device and set of versions, kept in one JSON file."""
+
+    def __init__(self, profile: DeviceProfile, directory: Path | None = None) -> None:
+        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|1".encode()).hexdigest()[:16]
+        self.path = (directory or cache_directory()) / f"ops-{profile.kind}-{key}.json"
+        self.entries: dict[str, OpTiming] = {}
+        if self.path.exists():
+            try:
+                stored = json.loads(self.path.read_text(encoding="utf-8"))
+                self.entries = {name: OpTiming(float(t), int(w)) for name, (t, w) in stored.items()}
+            except (OSError, ValueError, TypeError) as error:
+                log.warning("%s cannot be read (%s); operators are measured again", self.path, error)
+
+    def save(self) -> None:
+        """Write all entries; a reader never sees half a file. A read-only cache directory costs only the reuse."""
+        document = json.dumps({name: [t.time_us, t.workspace_bytes] for name, t in sorted(self.entries.items())})
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as handle:
+                handle.write(document)
+            os.replace(handle.name, self.path)
+        except OSError as error:
+            log.warning("%s cannot be written (%s); operators will be measured again next time", self.path, error)
+
+
+def _must_measure(node: fx.Node, kind: int, device_type: str) -> bool:
+    target = node.target
+    if kind in (ALIAS, GETITEM, INPUT) or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+        return False
+    if target.namespace not in _MEASURED_NAMESPACES or is_effectful(node) or is_fusible(node):
+        return False
+    devices = {leaf.device.type for leaf in tree_leaves([s.meta.get("val") for s in node.all_input_nodes]) if isinstance(leaf, torch.Tensor)}
+    return devices == {device_type} and example_bytes(node) > SMALL_OP_BYTES
+
+
+def node_costs(module: fx.GraphModule, facts: GraphFacts, profile: DeviceProfile, *, measure: bool) -> Costs:
+    """Cost every node of a normalized joint graph, in the order of `facts`.
+
+    measure: time distinct operators on the device of the graph (which must be `profile`'s); False: nothing is executed.
+    """
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    cache = TimingCache(profile) if measure else None
+    measured: dict[int, str] = {}
+    if cache is not None:
+        for i, node in enumerate(nodes):
+            if _must_measure(node, facts.node_kind[i], facts.device_type):
+                measured[i] = op_signature(node)
+        _measure_missing({signature: nodes[i] for i, signature in measured.items()}, cache, facts.device_type)
+    times: list[float] = []
+    workspaces: list[int] = []
+    estimated: list[bool] = []
+    for i, node in enumerate(nodes):
+        timing = cache.entries.get(measured[i]) if cache is not None and i in measured else None
+        if timing is not None:
+            times.append(timing.time_us)
+            workspaces.append(timing.workspace_bytes)
+            estimated.append(False)
+        elif facts.node_kind[i] in (ALIAS, GETITEM) or node.op != "call_function":
+            times.append(estimate_us(node, profile) if is_effectful(node) and node.op == "call_function" else 0.0)
+            workspaces.append(0)
+            estimated.append(False)
+        else:
+            times.append(estimate_us(node, profile))
+            workspaces.append(0)
+            estimated.append(i in measured or not measure)
+    return Costs(tuple(times), tuple(workspaces), tuple(estimated))
+
+
+def _measure_missing(wanted: dict[str, fx.Node], cache: TimingCache, device_type: str) -> None:
+    missing = {signature: node for signature, node in wanted.items() if signature not in cache.entries}
+    if not missing:
+        return
+    device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
+    with outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
+        for signature, node in missing.items():
+            try:
+                cache.entries[signature] = time_op(node, device)
+            except (RuntimeError, NotImplementedError) as error:
+                # Out of memory, or an operator that refuses invented inputs: it is costed by bytes and says so.
+                log.info("'%s' (%s) was not timed: %s", node.name, node.target, str(error).splitlines()[0])
+            advance()
+    cache.save()

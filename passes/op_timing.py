@@ -1,0 +1,99 @@
+"""Time one operator on fresh tensors, outside every tracing mode, so that a model that does not fit can be measured.
+
+Inputs are rebuilt from the recorded values: floating ones random, integer ones zero (a random index ends a CUDA context).
+The random state of the process is forked; nothing of the user's is read or written.
+"""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+WARMUP_RUNS = 1
+TIMED_RUNS = 3
+# One slow operator must not hold up planning: after this much time it has been seen often enough.
+ENOUGH_US = 60_000.0
+
+
+@dataclass(frozen=True)
+class OpTiming:
+    """Median time and the device bytes that the operator took and gave back besides its results."""
+
+    time_us: float
+    workspace_bytes: int
+
+
+@contextlib.contextmanager
+def outside_tracing(device: torch.device) -> Iterator[None]:
+    """Real execution in the middle of a trace: no fake tensors, no autograd, no autocast, the random state put back."""
+    devices = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices):
+        yield
+
+
+def example(value: Any) -> Any:
+    """A real tensor with the layout of a recorded one; lists likewise; anything else as it is."""
+    if isinstance(value, list | tuple):
+        return type(value)(example(leaf) for leaf in value)
+    if not isinstance(value, torch.Tensor):
+        return value
+    size = [int(x) for x in value.shape]
+    stride = [int(x) for x in value.stride()]
+    extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
+    flat = torch.empty(extent, dtype=value.dtype, device=value.device)
+    if value.dtype.is_floating_point and value.dtype.itemsize >= 2 or value.dtype.is_complex:
+        flat.normal_()
+    else:
+        flat.zero_()
+    return flat.as_strided(size, stride)
+
+
+def example_bytes(node: fx.Node) -> int:
+    """Bytes that timing `node` takes: inputs and results."""
+    values = [source.meta.get("val") for source in node.all_input_nodes] + [node.meta.get("val")]
+    return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
+
+
+def time_op(node: fx.Node, device: torch.device) -> OpTiming:
+    """Run `node`'s operator a few times on fresh tensors. Call it inside `outside_tracing`."""
+    args = fx.node.map_arg(node.args, lambda source: example(source.meta["val"]))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: example(source.meta["val"]))
+    target: Any = node.target
+    if device.type == "cuda":
+        return _time_cuda(target, args, kwargs, device)
+    for _ in range(WARMUP_RUNS):
+        target(*args, **kwargs)
+    times: list[float] = []
+    while len(times) < TIMED_RUNS and sum(times) < ENOUGH_US:
+        begin = time.perf_counter_ns()
+        target(*args, **kwargs)
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+    return OpTiming(sorted(times)[len(times) // 2], 0)
+
+
+def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpTiming:
+    for _ in range(WARMUP_RUNS):
+        target(*args, **kwargs)
+    torch.cuda.synchronize(device)
+    before = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    result = target(*args, **kwargs)
+    peak = torch.cuda.max_memory_allocated(device)
+    after = torch.cuda.memory_allocated(device)
+    del result
+    workspace = max(0, peak - max(after, before))
+    times: list[float] = []
+    while len(times) < TIMED_RUNS and sum(times) < ENOUGH_US:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        target(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return OpTiming(sorted(times)[len(times) // 2], workspace)

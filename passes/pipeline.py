@@ -1,0 +1,299 @@
+"""The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
+
+    normalize -> facts -> cost -> search -> schedule -> partition -> insert_transfers -> verify
+
+Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
+this runner with dumping on.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+import numpy as np
+from torch.fx.graph_module import GraphModule
+
+from fxhome.budget import Budget
+from fxhome.device import DeviceProfile
+from fxhome.errors import InfeasibleBudgetError
+from fxhome.options import Options
+from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint
+from fxhome.passes.capture import normalize
+from fxhome.passes.cost_model import node_costs
+from fxhome.passes.facts import GraphFacts, extract_facts
+from fxhome.passes.graph_peak import graph_peak
+from fxhome.passes.insert_transfers import insert_transfers
+from fxhome.passes.partition import partition
+from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
+from fxhome.passes.problem import Costs, build_problem
+from fxhome.passes.search import minimum_peak, search
+from fxhome.passes.schedule import schedule
+from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
+from fxhome.passes.verify import verify_boundary, verify_partition, verify_transfers
+from fxhome.placement import Plan, SearchStats
+from fxhome.progress import progress
+from fxhome.units import format_bytes
+
+log = logging.getLogger("fxhome.planner")
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Situation:
+    """What the process looks like when a graph is planned. Bytes on the device of the graph."""
+
+    resident_bytes: int
+    """Held at the entry of the forward, this graph's inputs included."""
+    outside_bytes: int = 0
+    """Held during the backward by nothing in this graph; learned from a metered step."""
+    between_bytes: int = 0
+    """Needed by the graphs that run between this forward and its backward."""
+    error_bound_bytes: int = 0
+    free_bytes: int = 0
+    """What the device could still give: the budget when none was asked for is resident + free."""
+
+
+@dataclass(eq=False)
+class Planned:
+    """A plan and the two graphs that carry it out."""
+
+    plan: Plan
+    forward: GraphModule
+    backward: GraphModule
+    facts: GraphFacts
+    is_baseline: bool
+    boundary_bytes: int
+    """Graph storages alive between forward and backward, tangents not counted."""
+    is_best_effort: bool = False
+    """The budget could not be met and the user asked to go on (on_infeasible="best_effort")."""
+    step_seconds: dict[str, float] = field(default_factory=dict)
+    """How long each planning step took."""
+
+    @property
+    def tangent_bytes(self) -> int:
+        """Bytes of the gradients that the backward is given."""
+        return sum(self.facts.storages[s].size_bytes for s in self.facts.tangent_storages)
+
+
+def link_of(profile: DeviceProfile) -> Link:
+    """The copy engines of a device as the simulator wants them."""
+    alone = profile.d2h_bytes_per_s + profile.h2d_bytes_per_s
+    return Link(
+        d2h_us_per_byte=1e6 / profile.d2h_bytes_per_s,
+        h2d_us_per_byte=1e6 / profile.h2d_bytes_per_s,
+        duplex_slowdown=max(1.0, alone / profile.duplex_bytes_per_s),
+        latency_us=profile.copy_latency_us,
+    )
+
+
+class Runner:
+    """Names, times and checks every step, and dumps the graphs after it where `dump_dir` is set."""
+
+    def __init__(self, dump_dir: str | None) -> None:
+        self.seconds: dict[str, float] = {}
+        self._folder = Path(dump_dir) if dump_dir is not None else None
+        if self._folder is not None:
+            self._folder.mkdir(parents=True, exist_ok=True)
+
+    def run(self, name: str, step: Callable[[], T]) -> T:
+        """Run one step."""
+        begin = time.perf_counter()
+        result = step()
+        self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+        log.debug("%s took %.3f s", name, self.seconds[name])
+        self._dump(name, result)
+        return result
+
+    def _dump(self, name: str, result: object) -> None:
+        if self._folder is None:
+            return
+        modules = result if isinstance(result, tuple) else (result,)
+        for side, module in zip(("forward", "backward"), modules, strict=False):
+            if isinstance(module, GraphModule):
+                label = side if isinstance(result, tuple) else "joint"
+                number = len(self.seconds)
+                text = module.print_readable(print_output=False, include_stride=True, include_device=True)
+                (self._folder / f"{number:02d}_{name}_{label}.py").write_text(text, encoding="utf-8")
+
+
+def plan_graph(
+    joint: GraphModule,
+    inputs: object,
+    num_fwd_outputs: int,
+    *,
+    options: Options,
+    profile: DeviceProfile,
+    situation: Situation,
+    measure: bool,
+    inner: str,
+    static_lifetime_input_indices: list[int] | None = None,
+    replays: Sequence[Plan] = (),
+) -> Planned:
+    """Plan one joint graph and write its two graphs.
+
+    Raises InfeasibleBudgetError (unless on_infeasible="best_effort"), PlanMismatchError for a foreign plan, and
+    UnsupportedGraphError. `joint` itself is not changed.
+    """
+    runner = Runner(options.dump_dir)
+    compiler = "inductor" if inner == "inductor" else None
+    stock = runner.run("baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler))
+    work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs))
+    costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure))
+    problem = build_problem(
+        facts,
+        costs,
+        link_of(profile),
+        options.allow,
+        outside_bytes=situation.outside_bytes,
+        between_bytes=situation.between_bytes,
+    )
+    replay = find_replay(replays, facts)
+    fixed = situation.resident_bytes + situation.error_bound_bytes
+    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type)
+    workspace = max(costs.workspace_bytes, default=0)
+    stock_bytes = max(
+        stock_peak.forward_bytes,
+        stock_peak.backward_bytes + situation.outside_bytes,
+        stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
+    ) + (workspace if facts.device_type == "cuda" else 0)
+    baseline_bytes = fixed + stock_bytes
+    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, situation)
+    stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+    stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
+
+    def finish(result: SimResult, placement: Placements, predicted: int, stats: SearchStats, gap: float | None, notes: tuple[str, ...]) -> Plan:
+        return build_plan(
+            facts=facts,
+            problem=problem,
+            placement=placement,
+            result=result,
+            program=schedule(facts, placement, result),
+            budget_bytes=budget,
+            asked=asked,
+            baseline_bytes=baseline_bytes,
+            baseline_us=stock_run.step_us,
+            predicted_bytes=predicted,
+            situation_resident=situation.resident_bytes,
+            outside_bytes=situation.outside_bytes,
+            error_bound_bytes=situation.error_bound_bytes,
+            workspace_bytes=workspace,
+            profile=profile,
+            inner=inner,
+            stats=stats,
+            gap=gap,
+            estimated=not measure,
+            notes=notes,
+        )
+
+    if replay is None and baseline_bytes <= budget and options.policy == "pso":
+        stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
+        plan = finish(stock_run, stock_placement, baseline_bytes - situation.error_bound_bytes, stats, 0.0, ())
+        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, step_seconds=runner.seconds)
+
+    if replay is not None:
+        check_replay(replay, facts, profile, inner)
+        placement = placement_codes(replay, facts, problem)
+        result = simulate(problem, placement, replay.budget_bytes - fixed)
+        plan = replay
+        program = replay.program
+    else:
+        placement, result, stats, gap = runner.run(
+            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, situation)
+        )
+        notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
+        plan = finish(result, placement, situation.resident_bytes + result.peak_bytes, stats, gap, notes)
+        program = plan.program
+
+    graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
+    if options.verify:
+        verify_partition(work, *graphs, program, num_fwd_outputs)
+    forward, backward = runner.run("insert_transfers", lambda: insert_transfers(*graphs, program, num_fwd_outputs))
+    if options.verify:
+        verify_boundary(forward, backward, num_fwd_outputs)
+        verify_transfers(forward, backward)
+    written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type))
+    short = plan.predicted_peak_bytes > plan.budget_bytes
+    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, step_seconds=runner.seconds)
+
+
+def _budget_bytes(budget: Budget | None, baseline_bytes: int, situation: Situation) -> tuple[int, str]:
+    if budget is None:
+        margin = max(situation.free_bytes // 50, 1 << 20)
+        return situation.resident_bytes + situation.free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
+    return budget.resolve(baseline_bytes), str(budget)
+
+
+def _search(
+    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, situation: Situation
+) -> tuple[Placements, SimResult, SearchStats, float | None]:
+    room = budget - fixed
+    with progress("searching placements", total=options.max_evaluations) as advance:
+        counted = 0
+
+        def report(evaluations: int, *_: object) -> None:
+            nonlocal counted
+            advance(evaluations - counted)
+            counted = evaluations
+
+        found = search(
+            problem,
+            room,
+            policy=options.policy,
+            seed=options.seed,
+            max_evaluations=options.max_evaluations,
+            search_seconds=options.search_seconds,
+            progress=report,
+            seeds=(stock,),
+        )
+    placement = found.placement
+    if not found.feasible:
+        smallest, minimal = minimum_peak(problem, options.seed)
+        if smallest > room and options.on_infeasible == "error":
+            raise infeasible(problem, facts, minimal, smallest, budget, fixed, situation)
+        placement = minimal
+    result = simulate(problem, placement, room)
+    stats = SearchStats(options.policy, options.seed, found.evaluations, found.seconds, found.stopped_by)
+    return placement, result, stats, found.gap
+
+
+def infeasible(
+    problem: Problem, facts: GraphFacts, placement: Placements, smallest: int, budget: int, fixed: int, situation: Situation
+) -> InfeasibleBudgetError:
+    """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
+    result = simulate(problem, placement, smallest)
+    minimum = fixed + smallest
+    held = (("resident before the step (weights, inputs, optimizer state, gradients)", situation.resident_bytes), *largest_holders(facts, problem, placement, result))
+    top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
+    position = result.peak_position
+    where = "forward" if position < result.forward_length else "backward"
+    node = facts.node_names[result.program[min(position, len(result.program) - 1)]]
+    return InfeasibleBudgetError(
+        f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs {minimum} bytes "
+        f"({format_bytes(minimum)}). Its worst moment is '{node}' in the {where}, held by: {top}. "
+        f"Ask for at least {minimum}, use a smaller batch, or allow more than {sorted(problem_allowed(problem))}",
+        minimum_bytes=minimum,
+        budget_bytes=budget,
+        holders=held,
+    )
+
+
+def problem_allowed(problem: Problem) -> set[str]:
+    """The kinds of placement that some storage may take."""
+    return {PLACEMENT_OF[code].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
+
+
+def largest_holders(
+    facts: GraphFacts, problem: Problem, placement: Placements, result: SimResult, count: int = 6
+) -> tuple[tuple[str, int], ...]:
+    """Graph storages alive at the peak, largest first."""
+    return tuple((facts.storages[s].name, size) for s, size in holders(problem, placement, result)[:count])
+
+
+def costs_estimated_share(costs: Costs) -> float:
+    """Share of the step's time that was not measured."""
+    total = sum(costs.time_us)
+    return sum(t for t, e in zip(costs.time_us, costs.estimated, strict=True) if e) / total if total else 0.0
