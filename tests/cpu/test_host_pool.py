@@ -173,6 +173,73 @@ def test_close_refuses_while_a_tensor_lives() -> None:
     assert pool.status().reserved_bytes == 0
 
 
+class FakeRuntime:
+    """Stands for torch.cuda.cudart(): page-locks up to `limit` slabs."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.locked: dict[int, int] = {}
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        assert flags == 1  # portable
+        if len(self.locked) >= self.limit:
+            return 2
+        self.locked[address] = size_bytes
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        del self.locked[address]
+        return 0
+
+    def cudaGetErrorString(self, code: int) -> str:
+        return "out of memory"
+
+
+def with_runtime(monkeypatch: pytest.MonkeyPatch, limit: int) -> FakeRuntime:
+    runtime = FakeRuntime(limit)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr("fxhome.runtime.slab._clear_pending_cuda_error", lambda: None)
+    return runtime
+
+
+def test_slabs_are_page_locked_once_and_those_made_without_cuda_are_caught_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    runtime = with_runtime(monkeypatch, limit=99)
+    pool = HostPool()
+    early, _ = pool.empty(512, pinned=False)
+    early.fill_(7)
+    assert pool.status().registered_bytes == 0
+    pool.reserve(pool.status().reserved_bytes + 8 * MIB, pinned=True)
+    late, _ = pool.empty(512, pinned=True)
+    status = pool.status()
+    assert status.registered_bytes == status.reserved_bytes == sum(runtime.locked.values())
+    assert bool((early == 7).all())  # locking a slab in use keeps what is in it
+    assert late.numel() == 512
+    del early, late
+    pool.close()
+    assert runtime.locked == {}
+
+
+def test_refused_page_locking_is_announced_once_and_the_pool_still_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runtime(monkeypatch, limit=0)
+    pool = HostPool()
+    with pytest.warns(RuntimeWarning, match=r"refused to page-lock .*out of memory.*RLIMIT_MEMLOCK"):
+        kept, _ = pool.empty(512, pinned=True)
+    again, _ = pool.empty(512, pinned=True)  # a second warning would be an error here
+    assert kept.numel() + again.numel() == 1024
+    (fallback,) = pool.status().fallbacks
+    assert "do not overlap" in fallback
+
+
+def test_missing_huge_pages_are_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with_runtime(monkeypatch, limit=99)
+    monkeypatch.setattr(host_pool_module, "_huge_pages_disabled", lambda: True)
+    pool = HostPool()
+    with pytest.warns(RuntimeWarning, match="no huge pages"):
+        pool.reserve(MIB, pinned=True)
+    assert len(pool.status().fallbacks) == 1
+
+
 def test_a_forked_child_starts_with_an_empty_pool() -> None:
     code = """
 import os, torch

@@ -79,6 +79,12 @@ def test_meta_tensors_are_understood() -> None:
     assert ops.swap_out(torch.empty(3, device="meta")).numel() == 12
 
 
+def test_torchs_own_checks_of_custom_operators_pass_for_swap_out() -> None:
+    """The other three take a buffer's identity, and these checks clone every argument."""
+    source = torch.randn(4, 6).t()[1:]
+    torch.library.opcheck(ops.swap_out, (source,), test_utils=("test_schema", "test_faketensor"))
+
+
 def test_dead_code_removal_keeps_waits() -> None:
     def unused(x: torch.Tensor) -> torch.Tensor:
         ops.swap_out_wait(ops.swap_out(x), x)
