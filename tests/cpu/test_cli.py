@@ -137,6 +137,7 @@ def raiser(error: BaseException) -> Callable[..., Any]:
     return fail
 
 
+@pytest.mark.slow
 def test_run_json_is_alone_on_stdout(spec: str, calls: Calls, capfd: pytest.CaptureFixture[str]) -> None:
     """The plain step really runs, in its child process, with the inner backend."""
     status = cli.main(["run", spec, "--memory-budget", "60%", "--batch-size", "3", "--steps", "1", "--json"])
@@ -157,6 +158,7 @@ def test_run_json_is_alone_on_stdout(spec: str, calls: Calls, capfd: pytest.Capt
     assert call["example_args"][0].shape == (3, 16)
 
 
+@pytest.mark.slow
 def test_run_prints_a_table(spec: str, calls: Calls, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", spec, "--steps", "1", "--progress"]) == 0
 
@@ -167,6 +169,7 @@ def test_run_prints_a_table(spec: str, calls: Calls, capfd: pytest.CaptureFixtur
     assert "training with aot_eager alone" in err
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "reason"),
     [
@@ -192,6 +195,7 @@ def test_run_without_anything_to_train(spec: str, calls: Calls, capsys: pytest.C
     assert "the model has no trainable parameter, so there is nothing to train" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_run_with_a_model_that_fails_by_itself(spec: str, calls: Calls, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", spec.replace(":factory", ":failing")]) == 2
 
