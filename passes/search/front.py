@@ -1,14 +1,43 @@
 """`search`: one budget in, one placement out; `minimum_peak`: the smallest budget that can be met."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from fxhome.errors import OptionError
+from fxhome.passes.search import baselines, policies
+from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, Progress
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
 from fxhome.passes.search.structure import Structure, read_structure
-from fxhome.passes.search.swarm import pso, smallest
+from fxhome.passes.search.swarm import Ingredients, pso, smallest
 from fxhome.passes.simulate import Problem
+
+Constructive = Callable[[Structure, Evaluator, Sequence[str] | None], Placements]
+
+CONSTRUCTIVE: dict[str, Constructive] = {
+    "keep_all": policies.keep_all,
+    "vdnn_all": policies.vdnn_all,
+    "vdnn_conv": policies.vdnn_conv,
+    "vdnn_async": policies.vdnn_all,
+    "superneurons": policies.superneurons,
+    "capuchin": capuchin,
+    "checkpoint": policies.checkpoint,
+    "greedy": policies.greedy,
+}
+SEARCHING: dict[str, baselines.Loop] = {
+    "home": baselines.home,
+    "home_literal": baselines.home_literal,
+    "random": baselines.random_search,
+    "annealing": baselines.annealing,
+    "genetic": baselines.genetic,
+}
+SYNCHRONOUS = ("vdnn_all", "vdnn_conv")
+POLICIES = ("pso", *CONSTRUCTIVE, *SEARCHING)
+
+# A space this small is walked through: the result is the optimum.
+EXHAUSTIVE_PLACEMENTS = 4096
 
 
 def search(
@@ -21,31 +50,96 @@ def search(
     search_seconds: float | None = None,
     progress: Progress | None = None,
     seeds: Sequence[Placements] = (),
+    storage_class: Sequence[str] | None = None,
+    ingredients: Ingredients | None = None,
 ) -> SearchResult:
     """The fastest placement found whose peak is within `budget_bytes` (graph storages only).
 
     Deterministic for a seed. `max_evaluations` and `search_seconds` end the improvement, never the search for a first
-    plan that fits, so a limit of zero still yields a plan. `seeds` are placements to start from.
+    plan that fits, so a limit of zero still yields a plan. `seeds` are placements for `pso` to start from.
+    `storage_class`: per storage, the class of the op that produces it ("convolution", "matmul", "attention", "pool",
+    "activation", "norm", "other"); vdnn_conv and superneurons need it. `ingredients` switches parts of `pso` off.
     `progress(evaluations, peak_bytes, step_us, feasible)` is called at each improvement.
+    A policy other than `pso` that cannot meet the budget returns what it reached, with `feasible` False.
     """
+    if policy not in POLICIES:
+        raise OptionError(f"search: policy {policy!r} is unknown; allowed are {', '.join(POLICIES)}")
     structure = read_structure(problem)
     evaluator = Evaluator(problem, budget_bytes, max_evaluations, search_seconds, progress)
     evaluator.protected += 1
+    if policy in CONSTRUCTIVE:
+        placement = CONSTRUCTIVE[policy](structure, evaluator, storage_class)
+        return _reached(structure, evaluator, placement, policy, seed)
     evaluator.score(problem.keep_all())
     evaluator.protected -= 1
     if structure.decisions.shape[0] == 0:
         return _result(evaluator, "no choice", policy, seed)
-    stopped = pso(structure, evaluator, seed=seed, seeds=seeds)
-    if evaluator.best_fitness[0] > 0:
-        _fit(structure, evaluator)
+    stopped: StoppedBy
+    if policy != "pso":
+        stopped = baselines.run_baseline(SEARCHING[policy], structure, evaluator, seed)
+    elif _space(structure) <= min(EXHAUSTIVE_PLACEMENTS, max_evaluations) and search_seconds is None:
+        stopped = _exhaust(structure, evaluator)
+    else:
+        known = storage_class is not None and any(c in policies.COMPUTE_CLASSES for c in storage_class)
+        classes = storage_class if known else None
+        stopped = pso(structure, evaluator, seed=seed, seeds=seeds, ingredients=ingredients, storage_class=classes)
+        if evaluator.best_fitness[0] > 0:
+            _fit(structure, evaluator)
     return _result(evaluator, stopped, policy, seed)
+
+
+def _space(structure: Structure) -> int:
+    """How many placements there are, or one more than is walked through."""
+    size = 1
+    counts: list[int] = structure.problem.allowed[structure.decisions].sum(axis=1).tolist()
+    for count in counts:
+        size *= count
+        if size > EXHAUSTIVE_PLACEMENTS:
+            return size
+    return size
+
+
+def _exhaust(structure: Structure, evaluator: Evaluator) -> StoppedBy:
+    """Score every placement."""
+    placement = structure.problem.keep_all()
+    options = [np.flatnonzero(structure.problem.allowed[d]) for d in structure.decisions]
+    evaluator.protected += 1
+    for row in itertools.product(*options):
+        placement[structure.decisions] = row
+        evaluator.score(placement)
+    evaluator.protected -= 1
+    return "exhausted"
+
+
+def _reached(structure: Structure, evaluator: Evaluator, placement: Placements, policy: str, seed: int) -> SearchResult:
+    """The outcome of a policy that decides: its own placement, not the best that was simulated on the way."""
+    overflow, step_us = evaluator.score(placement)
+    result = evaluator.run(placement)
+    synchronous = policy in SYNCHRONOUS
+    assert evaluator.minimum_placement is not None, "something was scored"
+    return SearchResult(
+        placement=placement,
+        peak_bytes=result.peak_bytes,
+        step_us=policies.synchronous_step_us(structure, placement) if synchronous else step_us,
+        feasible=overflow == 0,
+        evaluations=evaluator.evaluations,
+        seconds=evaluator.seconds,
+        stopped_by="exhausted" if structure.decisions.shape[0] else "no choice",
+        minimum_peak_bytes=evaluator.minimum_peak,
+        minimum_placement=evaluator.minimum_placement,
+        policy=policy,
+        seed=seed,
+        sync_transfers=synchronous,
+    )
 
 
 def _fit(structure: Structure, evaluator: Evaluator) -> None:
     """Last resort for a tight budget: the placement whose minimum `minimum_peak` would name."""
     evaluator.protected += 1
-    _, placement = smallest(structure, evaluator)
-    evaluator.score(placement)
+    if _space(structure) <= EXHAUSTIVE_PLACEMENTS:
+        _exhaust(structure, evaluator)
+    else:
+        evaluator.score(smallest(structure, evaluator)[1])
     evaluator.protected -= 1
 
 
@@ -79,6 +173,9 @@ def minimum_peak(problem: Problem, seed: int = 0, max_evaluations: int = 600) ->
     evaluator.score(problem.keep_all())
     if structure.decisions.shape[0] == 0:
         return evaluator.minimum_peak, problem.keep_all()
-    smallest(structure, evaluator, max_runs=max_evaluations)
+    if _space(structure) <= EXHAUSTIVE_PLACEMENTS:
+        _exhaust(structure, evaluator)
+    else:
+        smallest(structure, evaluator, max_runs=max_evaluations)
     assert evaluator.minimum_placement is not None, "keep-all was scored"
     return evaluator.minimum_peak, evaluator.minimum_placement

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
+from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vdnn_conv
 from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
 from fxhome.passes.search.structure import Int64, Structure
@@ -35,12 +37,19 @@ class Ingredients:
 
 
 def constructive_seeds(
-    s: Structure, evaluator: Evaluator, seeds: Sequence[Placements], ingredients: Ingredients
+    s: Structure,
+    evaluator: Evaluator,
+    seeds: Sequence[Placements],
+    ingredients: Ingredients,
+    storage_class: Sequence[str] | None,
 ) -> list[Placements]:
-    """Starting placements, each repaired: the caller's, greedy at several link prices, all moved, sqrt(n) segments."""
+    """Starting placements, each repaired: published policies, the caller's, greedy at several link prices, segments."""
     problem = s.problem
     base = base_placement(problem, s.demanded)
     starts: list[tuple[Placements, Prices]] = []
+    published = [capuchin, checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
+    for policy in published:
+        starts.append((policy(s, evaluator, storage_class), Prices(link=0.5)))
     for given in seeds:
         starts.append((np.ascontiguousarray(given, np.int8), Prices(link=1.0)))
     starts.append((problem.keep_all(), Prices(link=1.0)))
@@ -211,6 +220,7 @@ def pso(
     seed: int,
     seeds: Sequence[Placements] = (),
     ingredients: Ingredients | None = None,
+    storage_class: Sequence[str] | None = None,
 ) -> StoppedBy:
     """Run the swarm to convergence or to its limits; the best is in `evaluator`."""
     ingredients = ingredients or Ingredients()
@@ -219,7 +229,7 @@ def pso(
     try:
         evaluator.score(base_placement(s.problem, s.demanded))
         if ingredients.seeds:
-            made = constructive_seeds(s, evaluator, seeds, ingredients)
+            made = constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
         else:
             made = [np.ascontiguousarray(x, np.int8) for x in seeds] + _uniform(s, rng, ingredients.particles)
     finally:
