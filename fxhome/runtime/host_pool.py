@@ -125,7 +125,10 @@ class HostPool:
 
     def owns(self, address: int) -> bool:
         """Whether `address` lies in the pool's memory."""
-        return any(slab.address <= address < slab.address + slab.size_bytes for slab in self._slabs)
+        for slab in self._slabs:  # a plain loop: the meter asks for every storage it sees
+            if slab.address <= address < slab.address + slab.size_bytes:
+                return True
+        return False
 
     def status(self) -> PoolStatus:
         """A snapshot, after returning the slots of tensors that died."""
@@ -181,7 +184,10 @@ class HostPool:
         return sum(slab.size_bytes for slab in self._slabs)
 
     def _slab_of(self, address: int) -> Slab:
-        return next(slab for slab in self._slabs if slab.address <= address < slab.address + slab.size_bytes)
+        for slab in self._slabs:
+            if slab.address <= address < slab.address + slab.size_bytes:
+                return slab
+        raise AssertionError(f"no slab holds address {address:#x}")
 
     def _grow(self, wanted_bytes: int, *, pinned: bool, least_bytes: int | None = None) -> None:
         """Add a slab of `wanted_bytes`, or of less but at least `least_bytes` where the budget is nearly used."""
