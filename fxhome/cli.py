@@ -90,7 +90,7 @@ def parser() -> argparse.ArgumentParser:
 def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     """SPEC and the options of `fxhome.options.Options`, which checks their values."""
     parser.add_argument("spec", metavar="SPEC", help=_SPEC_HELP)
-    parser.add_argument("--batch-size", type=int, metavar="N", help="default: 8 on CPU, 64 on CUDA")
+    parser.add_argument("--batch-size", type=int, metavar="N", help="default: 4 on CPU, 64 on CUDA")
     options = parser.add_argument_group("options of the plan")
     options.add_argument("--memory-budget", metavar="B", help="8GiB, 512MiB, 60%% of the baseline's peak; default: all")
     options.add_argument("--host-budget", metavar="B", help="host memory for swapped tensors")
