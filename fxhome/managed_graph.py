@@ -8,6 +8,7 @@ A variant is a plan with the two graphs compiled for it. Backwards already outst
 
 from __future__ import annotations
 
+import gc
 import logging
 import time
 import weakref
@@ -105,6 +106,8 @@ class ManagedGraph:
 
     def prepare(self) -> None:
         """Compile the first variant. A refusal is kept and raised by the first call, where nothing can swallow it."""
+        if self.device.type == "cpu":
+            gc.collect()
         self._first_resident = ledger.held_bytes(self.device)
         try:
             self._add_variant(self._first_resident)
@@ -185,10 +188,26 @@ class ManagedGraph:
             if self.device.type == "cuda":
                 torch.cuda.reset_peak_memory_stats(self.device)
             elif variant.plan is not None and variant.plan.inner == "aot_eager":
+                # Garbage that dies in the middle of the step would be counted at its start.
+                gc.collect()
                 meter = StorageMeter(granule_bytes=1)
                 meter.track_resident()
                 resident = meter.current_bytes
+            if variant.plan is not None and variant.plan.inner == "aot_eager":
+                self._rebase(variant, resident)
         return Session(variant, resident, meter, metered)
+
+    def _rebase(self, variant: Variant, resident: int) -> None:
+        """What is resident now is what the prediction starts from: tracing itself holds a little that is gone by now."""
+        assert variant.plan is not None
+        gone = variant.plan.resident_bytes - resident
+        if gone > 0:
+            variant.plan = replace(
+                variant.plan,
+                resident_bytes=resident,
+                predicted_peak_bytes=variant.plan.predicted_peak_bytes - gone,
+                baseline_peak_bytes=variant.plan.baseline_peak_bytes - gone,
+            )
 
     def _close_forward(self, session: Session, outputs: Any) -> None:
         if session.variant.plan is None:

@@ -27,7 +27,7 @@ from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
-from fxhome.passes.simulate_kernels import ALIAS, GETITEM, INPUT
+from fxhome.passes.simulate_kernels import ALIAS, GETITEM
 from fxhome.progress import progress
 
 log = logging.getLogger("fxhome.cost")
@@ -125,7 +125,7 @@ class TimingCache:
 
 def _must_measure(node: fx.Node, kind: int, device_type: str) -> bool:
     target = node.target
-    if kind in (ALIAS, GETITEM, INPUT) or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
+    if kind in (ALIAS, GETITEM) or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
     if target.namespace not in _MEASURED_NAMESPACES or is_effectful(node) or is_fusible(node):
         return False

@@ -67,6 +67,9 @@ class GraphFacts:
     """Distinct bytes of the graph's inputs on the device: parameters, buffers, batch."""
     gradient_bytes: int
     device_type: str
+    """Where the traced tensors are."""
+    planned_for: str
+    """The kind of device whose allocator counts: differs from `device_type` only offline."""
     fingerprint: str
     group: tuple[int, ...]
 
@@ -99,10 +102,14 @@ def _graph_device(graph: fx.Graph) -> str:
     return "cuda" if "cuda" in kinds else "cpu"
 
 
-def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
-    """Read the facts off a normalized joint graph. Nothing is executed and nothing is changed."""
+def extract_facts(module: fx.GraphModule, num_fwd_outputs: int, planned_for: str | None = None) -> GraphFacts:
+    """Read the facts off a normalized joint graph. Nothing is executed and nothing is changed.
+
+    planned_for: "cuda" counts bytes as the CUDA allocator does although the graph was traced elsewhere (offline).
+    """
     graph = module.graph
     device_type = _graph_device(graph)
+    planned_for = planned_for or device_type
     sides = split_sides(graph, num_fwd_outputs)
     required = forward_required(graph, num_fwd_outputs)
     nodes = [node for node in graph.nodes if node.op != "output"]
@@ -123,7 +130,7 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
         on_device = value.device.type == device_type
         storages.append(
             {
-                "size": allocated_bytes(size, device_type) if on_device else 0,
+                "size": allocated_bytes(size, planned_for) if on_device else 0,
                 "copy": size,
                 "owner": owner,
                 "root": root,
@@ -146,7 +153,7 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
                     owns[i].append(storage)
                     tangents.append(storage)
                 else:
-                    input_bytes += allocated_bytes(storage_nbytes(value), device_type)
+                    input_bytes += allocated_bytes(storage_nbytes(value), planned_for)
             continue
         if node.target is operator.getitem:
             source = node.args[0]
@@ -252,6 +259,7 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int) -> GraphFacts:
         input_bytes=input_bytes,
         gradient_bytes=gradient_bytes,
         device_type=device_type,
+        planned_for=planned_for,
         fingerprint=graph_fingerprint(module, num_fwd_outputs),
         group=_layer_groups(nodes, index, storages, result),
     )

@@ -34,9 +34,9 @@ class GraphPeak:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, device_type: str) -> GraphPeak:
+def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, device_type: str, planned_for: str) -> GraphPeak:
     """Walk both graphs; exact where each node is run as it stands and values are dropped after their last use."""
-    first = _Walk(forward.graph, device_type)
+    first = _Walk(forward.graph, device_type, planned_for)
     for node in forward.graph.nodes:
         if node.op == "placeholder":
             first.give(node, count=False)
@@ -49,7 +49,7 @@ def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
             visible |= set(first.instances[node].values())
     held = sum(first.sizes[i] for i in visible)
 
-    second = _Walk(backward.graph, device_type)
+    second = _Walk(backward.graph, device_type, planned_for)
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved = returned[num_fwd_outputs:]
     shared: dict[Instance, Instance] = {}
@@ -59,13 +59,13 @@ def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
             shared[instance] = second.give(node, count=not alive_anyway, same_as=shared.get(instance))
     for node in inputs[len(saved) :]:
         if is_tangent(node):
-            held += sum(size for _, size in _storages(node, device_type))
+            held += sum(size for _, size in _storages(node, device_type, planned_for))
         second.give(node, count=False)
     second.run()
     return GraphPeak(first.peak, first.alive, second.peak + held)
 
 
-def _storages(node: fx.Node, device_type: str) -> list[tuple[int, int]]:
+def _storages(node: fx.Node, device_type: str, planned_for: str) -> list[tuple[int, int]]:
     """(storage key, bytes) of what a node's value lives in; bytes are 0 off the device and for host copies."""
     found = []
     on_host = node.target in (ops.swap_out, ops.swap_out_wait) or "fxhome_host" in node.meta
@@ -73,16 +73,17 @@ def _storages(node: fx.Node, device_type: str) -> list[tuple[int, int]]:
         key = storage_key(leaf)
         if key is not None and isinstance(leaf, torch.Tensor):
             counted = leaf.device.type == device_type and not on_host
-            found.append((key, allocated_bytes(storage_nbytes(leaf), device_type) if counted else 0))
+            found.append((key, allocated_bytes(storage_nbytes(leaf), planned_for) if counted else 0))
     return found
 
 
 class _Walk:
     """One graph: which storage instance every node's value lives in, and how many bytes are alive when."""
 
-    def __init__(self, graph: fx.Graph, device_type: str) -> None:
+    def __init__(self, graph: fx.Graph, device_type: str, planned_for: str) -> None:
         self.nodes = list(graph.nodes)
         self.device_type = device_type
+        self.planned_for = planned_for
         self.instances: dict[fx.Node, dict[int, Instance]] = {}
         self.sizes: list[int] = []
         self.born: list[int] = []
@@ -100,7 +101,7 @@ class _Walk:
         """Declare a placeholder; `count` its bytes until its last reader, or leave them to whoever holds it anyway."""
         table: dict[int, Instance] = {}
         instance = -1
-        for key, size in _storages(node, self.device_type):
+        for key, size in _storages(node, self.device_type, self.planned_for):
             instance = same_as if same_as is not None else self._new(size if count else 0, 0)
             table[key] = instance
         self.instances[node] = table
@@ -131,7 +132,7 @@ class _Walk:
         for source in node.all_input_nodes:
             inherited.update(self.instances[source])
         table: dict[int, Instance] = {}
-        for key, size in _storages(node, self.device_type):
+        for key, size in _storages(node, self.device_type, self.planned_for):
             if node.op == "get_attr":
                 table[key] = self._new(0, position)
             elif key not in table:

@@ -45,8 +45,8 @@ T = TypeVar("T")
 class Situation:
     """What the process looks like when a graph is planned. Bytes on the device of the graph."""
 
-    resident_bytes: int
-    """Held at the entry of the forward, this graph's inputs included."""
+    resident_bytes: int | None
+    """Held at the entry of the forward, this graph's inputs included; None offline: the graph's inputs are all there is."""
     outside_bytes: int = 0
     """Held during the backward by nothing in this graph; learned from a metered step."""
     between_bytes: int = 0
@@ -141,7 +141,8 @@ def plan_graph(
     compiler = "inductor" if inner == "inductor" else None
     stock = runner.run("baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler))
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
-    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs))
+    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, planned_for=profile.kind))
+    resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure))
     problem = build_problem(
         facts,
@@ -152,16 +153,16 @@ def plan_graph(
         between_bytes=situation.between_bytes,
     )
     replay = find_replay(replays, facts)
-    fixed = situation.resident_bytes + situation.error_bound_bytes
-    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type)
+    fixed = resident + situation.error_bound_bytes
+    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
     workspace = max(costs.workspace_bytes, default=0)
     stock_bytes = max(
         stock_peak.forward_bytes,
         stock_peak.backward_bytes + situation.outside_bytes,
         stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
-    ) + (workspace if facts.device_type == "cuda" else 0)
+    ) + (workspace if facts.planned_for == "cuda" else 0)
     baseline_bytes = fixed + stock_bytes
-    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, situation)
+    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
 
@@ -177,7 +178,7 @@ def plan_graph(
             baseline_bytes=baseline_bytes,
             baseline_us=stock_run.step_us,
             predicted_bytes=predicted,
-            situation_resident=situation.resident_bytes,
+            situation_resident=resident,
             outside_bytes=situation.outside_bytes,
             error_bound_bytes=situation.error_bound_bytes,
             workspace_bytes=workspace,
@@ -202,10 +203,10 @@ def plan_graph(
         program = replay.program
     else:
         placement, result, stats, gap = runner.run(
-            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, situation)
+            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident)
         )
         notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
-        plan = finish(result, placement, situation.resident_bytes + result.peak_bytes, stats, gap, notes)
+        plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
         program = plan.program
 
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
@@ -215,20 +216,20 @@ def plan_graph(
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
         verify_transfers(forward, backward)
-    written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type))
+    written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for))
     short = plan.predicted_peak_bytes > plan.budget_bytes
     return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, step_seconds=runner.seconds)
 
 
-def _budget_bytes(budget: Budget | None, baseline_bytes: int, situation: Situation) -> tuple[int, str]:
+def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
     if budget is None:
-        margin = max(situation.free_bytes // 50, 1 << 20)
-        return situation.resident_bytes + situation.free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
+        margin = max(free_bytes // 50, 1 << 20)
+        return resident_bytes + free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
     return budget.resolve(baseline_bytes), str(budget)
 
 
 def _search(
-    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, situation: Situation
+    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, resident: int
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
     with progress("searching placements", total=options.max_evaluations) as advance:
@@ -253,7 +254,7 @@ def _search(
     if not found.feasible:
         smallest, minimal = minimum_peak(problem, options.seed)
         if smallest > room and options.on_infeasible == "error":
-            raise infeasible(problem, facts, minimal, smallest, budget, fixed, situation)
+            raise infeasible(problem, facts, minimal, smallest, budget, fixed, resident)
         placement = minimal
     result = simulate(problem, placement, room)
     stats = SearchStats(options.policy, options.seed, found.evaluations, found.seconds, found.stopped_by)
@@ -261,12 +262,12 @@ def _search(
 
 
 def infeasible(
-    problem: Problem, facts: GraphFacts, placement: Placements, smallest: int, budget: int, fixed: int, situation: Situation
+    problem: Problem, facts: GraphFacts, placement: Placements, smallest: int, budget: int, fixed: int, resident: int
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
     minimum = fixed + smallest
-    held = (("resident before the step (weights, inputs, optimizer state, gradients)", situation.resident_bytes), *largest_holders(facts, problem, placement, result))
+    held = (("resident before the step (weights, inputs, optimizer state, gradients)", resident), *largest_holders(facts, problem, placement, result))
     top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
     position = result.peak_position
     where = "forward" if position < result.forward_length else "backward"
