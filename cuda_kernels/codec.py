@@ -1,0 +1,256 @@
+"""The codec protocol: names, sizes, error bounds, and encode/decode entry points that pick kernel or reference by device.
+
+Importing this module imports torch, but neither Numba nor CUDA: sizes and rates are plain arithmetic, usable by a planner on
+any machine. Kernels are compiled at the first encode or decode of a CUDA tensor.
+
+    codec = codec_by_name("zvc")
+    encoded = torch.empty(codec.worst_case_bytes(x.numel(), x.dtype), dtype=torch.uint8, pin_memory=True)
+    codec.encode(x, encoded)            # asynchronous on x's current stream; no size is read back
+    codec.decode(encoded, y)            # y has x's dtype, shape and strides
+    raise_if_corrupt()                  # after a synchronisation the caller already has
+
+An encoded tensor is a head, whose size never depends on the data, and (variable rate only) a tail of worst-case slots. Both lie in one
+buffer unless `tail` names a second one, which lets a copy engine move the head while the kernel writes the tail to the host.
+"""
+
+from __future__ import annotations
+
+import importlib
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch, launch
+from fxhome.cuda_kernels.errors import CodecError
+from fxhome.cuda_kernels.launch import status_address
+from fxhome.cuda_kernels.layout import Layout
+
+Bytes = NDArray[np.uint8]
+
+_UNSIGNED = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+_NUMPY_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+
+_CODECS = {
+    "zvc": "fxhome.cuda_kernels.zvc",
+    "bitpack": "fxhome.cuda_kernels.bitpack",
+    "narrow8": "fxhome.cuda_kernels.narrow",
+    "narrow16": "fxhome.cuda_kernels.narrow",
+    "narrow32": "fxhome.cuda_kernels.narrow",
+    "exponent": "fxhome.cuda_kernels.exponent",
+    "fp8_e4m3": "fxhome.cuda_kernels.fp8",
+    "fp8_e5m2": "fxhome.cuda_kernels.fp8",
+    "int8": "fxhome.cuda_kernels.blockint",
+    "int4": "fxhome.cuda_kernels.blockint",
+}
+"""Codec name -> the module whose CODECS holds it."""
+
+
+@dataclass(frozen=True)
+class Codec(ABC):
+    """One way to encode a tensor. Subclasses add layout, reference and kernels."""
+
+    name: str
+    lossless: bool
+    fixed_rate: bool
+    dtypes: tuple[torch.dtype, ...]
+    """Dtypes of the tensors it encodes."""
+    error_bound_text: str
+    """What |decoded - source| never exceeds, in words; "0" for lossless codecs."""
+
+    traffic_share: ClassVar[float] = 0.6
+    """Assumed kernel speed as a share of the device-to-device copy rate (bytes read + written), until measured."""
+
+    @abstractmethod
+    def layout(self, numel: int, dtype: torch.dtype) -> Layout:
+        """Sizes of the encoded form; raises CodecError for a dtype it does not encode."""
+
+    @abstractmethod
+    def encode_reference(self, source: Bytes, dtype: torch.dtype, head: Bytes, tail: Bytes, seed: int | None) -> None:
+        """Encode contiguous raw bytes into zero-filled head and tail, on the CPU."""
+
+    @abstractmethod
+    def decode_reference(self, head: Bytes, tail: Bytes, dtype: torch.dtype, target: Bytes) -> None:
+        """Decode into contiguous raw bytes, on the CPU."""
+
+    @abstractmethod
+    def encode_launch(self, call: KernelCall, status: int, seed: int | None) -> KernelLaunch:
+        """The encode kernel and its arguments; `status` is the address of the flag that reports a bad value."""
+
+    @abstractmethod
+    def decode_launch(self, call: KernelCall, status: int) -> KernelLaunch:
+        """The decode kernel and its arguments; `status` is the address of the flag that reports a bad buffer."""
+
+    def error_bound(self, source: torch.Tensor) -> torch.Tensor:
+        """Elementwise bound on |decoded - source| for finite source elements, float64, shaped like the flat source."""
+        return torch.zeros(source.numel(), dtype=torch.float64)
+
+    def head_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        return self.layout(numel, dtype).head_bytes
+
+    def tail_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Worst-case bytes of the data-dependent part; 0 for fixed-rate codecs."""
+        return self.layout(numel, dtype).tail_bytes
+
+    def worst_case_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Bytes that an encoded buffer must have, whatever the data."""
+        return self.layout(numel, dtype).worst_case_bytes
+
+    def encoded_bytes(self, numel: int, dtype: torch.dtype) -> int:
+        """Exact encoded bytes; only a fixed-rate codec can promise any."""
+        if not self.fixed_rate:
+            raise CodecError(
+                f"codec {self.name!r}: encoded_bytes was asked of a variable-rate codec, whose size depends on the data; "
+                "use worst_case_bytes for buffers and expected_bytes for estimates"
+            )
+        return self.layout(numel, dtype).head_bytes
+
+    def expected_bytes(self, numel: int, dtype: torch.dtype, tail_share: float) -> int:
+        """Estimate of the bytes moved when `tail_share` of the tail's slots is in use (zvc: the share of non-zeros)."""
+        layout = self.layout(numel, dtype)
+        return layout.head_bytes + round(layout.tail_bytes * tail_share)
+
+    def observed_bytes(self, encoded: torch.Tensor, numel: int, dtype: torch.dtype) -> int:
+        """Bytes in use in an encoded buffer (or its head) that lies in host memory; reads only its per-tile counts."""
+        layout = self.layout(numel, dtype)
+        return layout.head_bytes + self._observed_tail_bytes(encoded.numpy(), layout, dtype)
+
+    def _observed_tail_bytes(self, head: Bytes, layout: Layout, dtype: torch.dtype) -> int:
+        return 0
+
+    def kernel_seconds(self, numel: int, dtype: torch.dtype, copy_bytes_per_s: float, tail_share: float = 1.0) -> float:
+        """Estimated seconds of one encode or decode at `copy_bytes_per_s` (device-to-device, bytes read + written)."""
+        moved = numel * dtype.itemsize + self.expected_bytes(numel, dtype, tail_share)
+        return moved / (copy_bytes_per_s * self.traffic_share)
+
+    def supports(self, dtype: torch.dtype) -> bool:
+        return dtype in self.dtypes
+
+    def require_dtype(self, dtype: torch.dtype) -> None:
+        if dtype not in self.dtypes:
+            allowed = ", ".join(str(allowed) for allowed in self.dtypes)
+            raise CodecError(f"codec {self.name!r}: cannot encode {dtype}; it encodes {allowed}")
+
+    def encode(
+        self, source: torch.Tensor, encoded: torch.Tensor, *, tail: torch.Tensor | None = None, seed: int | None = None
+    ) -> None:
+        """Encode `source` (dense storage, any strides) into uint8 `encoded` (and `tail`).
+
+        CUDA sources: asynchronous on the current stream, into device or pinned host memory. CPU sources: NumPy, at once.
+        `seed` asks for stochastic rounding where the codec has it.
+        """
+        head, tail_part = self._parts("encode", source, encoded, tail)
+        if source.is_cuda:
+            call = _kernel_call(self, "encode", source, head, tail_part)
+            if call.numel:
+                launch(self.name, "encode", call, self.encode_launch(call, status_address(), seed))
+            return
+        head_array, tail_array = head.numpy(), tail_part.numpy()
+        head_array.fill(0)
+        self.encode_reference(_raw_bytes(source), source.dtype, head_array, tail_array, seed)
+
+    def decode(self, encoded: torch.Tensor, target: torch.Tensor, *, tail: torch.Tensor | None = None) -> None:
+        """Decode into `target`, which has the source's dtype, shape and strides.
+
+        CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives zeros and is
+        reported by `raise_if_corrupt`.
+        """
+        head, tail_part = self._parts("decode", target, encoded, tail)
+        if target.is_cuda:
+            call = _kernel_call(self, "decode", target, head, tail_part)
+            if call.numel:
+                launch(self.name, "decode", call, self.decode_launch(call, status_address()))
+            return
+        self.decode_reference(head.numpy(), tail_part.numpy(), target.dtype, _raw_bytes(target))
+
+    def _parts(
+        self, action: str, plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        layout = self.layout(plain.numel(), plain.dtype)
+        needed = layout.head_bytes if tail is not None else layout.worst_case_bytes
+        _check_buffer(self.name, action, "encoded", encoded, needed, plain)
+        if tail is None:
+            return encoded[: layout.head_bytes], encoded[layout.head_bytes : layout.worst_case_bytes]
+        _check_buffer(self.name, action, "tail", tail, layout.tail_bytes, plain)
+        return encoded[: layout.head_bytes], tail[: layout.tail_bytes]
+
+
+def _kernel_call(
+    codec: Codec, action: str, plain: torch.Tensor, head: torch.Tensor, tail: torch.Tensor
+) -> KernelCall:
+    require_dense(codec.name, action, plain)
+    layout = codec.layout(plain.numel(), plain.dtype)
+    index = plain.device.index
+    assert index is not None
+    host_side = not head.is_cuda or (tail.numel() > 0 and not tail.is_cuda)
+    return KernelCall(
+        index, plain.data_ptr(), plain.numel(), plain.dtype, head.data_ptr(), tail.data_ptr(), layout, host_side
+    )
+
+
+def _check_buffer(
+    codec: str, action: str, role: str, buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor
+) -> None:
+    where = f"codec {codec!r} {action}: {role} buffer"
+    if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise CodecError(f"{where} must be a contiguous 1-D uint8 tensor, got {buffer.dtype} {tuple(buffer.shape)}")
+    if buffer.numel() < needed_bytes:
+        raise CodecError(
+            f"{where} has {buffer.numel()} bytes, {plain.numel()} elements of {plain.dtype} need {needed_bytes}: "
+            "it is truncated or was sized for another tensor"
+        )
+    if needed_bytes == 0:
+        return
+    if buffer.data_ptr() % 16:
+        raise CodecError(f"{where} starts at an address that is not a multiple of 16; allocate it on its own")
+    if plain.is_cuda and not buffer.is_cuda and not buffer.is_pinned():
+        raise CodecError(f"{where} lies in pageable host memory, which a kernel cannot reach; pin or register it")
+    if plain.is_cuda and buffer.is_cuda and buffer.device != plain.device:
+        raise CodecError(f"{where} is on {buffer.device}, the tensor on {plain.device}")
+    if not plain.is_cuda and buffer.is_cuda:
+        raise CodecError(f"{where} is on {buffer.device}, the tensor in host memory")
+
+
+def require_dense(codec: str, action: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor whose elements do not fill one stretch of storage exactly (gaps, overlaps)."""
+    if tensor.is_contiguous():
+        return
+    expected = 1
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            raise CodecError(
+                f"codec {codec!r} {action}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
+                "overlaps in storage; encode its base instead"
+            )
+        expected *= size
+
+
+def _raw_bytes(tensor: torch.Tensor) -> Bytes:
+    """The tensor's elements in storage order, as a writable uint8 view."""
+    require_dense("cpu", "access", tensor)
+    if tensor.numel() == 0:
+        return np.zeros(0, np.uint8)
+    flat = tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset())
+    return flat.view(_UNSIGNED[tensor.dtype.itemsize]).numpy().view(np.uint8)
+
+
+def as_unsigned(raw: Bytes, itemsize: int) -> NDArray[Any]:
+    """Raw bytes as unsigned integers of `itemsize` bytes, sharing memory."""
+    return raw.view(_NUMPY_UNSIGNED[itemsize])
+
+
+def codec_names() -> tuple[str, ...]:
+    return tuple(_CODECS)
+
+
+def codec_by_name(name: str) -> Codec:
+    """The codec of that name; CodecError lists the names there are."""
+    if name not in _CODECS:
+        raise CodecError(f"unknown codec {name!r}; allowed: {', '.join(_CODECS)}")
+    codec: Codec = importlib.import_module(_CODECS[name]).CODECS[name]
+    return codec

@@ -1,0 +1,50 @@
+"""From a codec's call to a launch: addresses, geometry, kernel, arguments."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from fxhome.cuda_kernels.geometry import GeometryKey, choose_geometry, size_class
+from fxhome.cuda_kernels.launch import KernelKey, loaded_kernel, multiprocessor_count
+from fxhome.cuda_kernels.layout import Layout
+
+
+@dataclass(frozen=True)
+class KernelCall:
+    """One encode or decode in plain integers (addresses and counts)."""
+
+    device_index: int
+    plain: int
+    """Address of the source or target tensor."""
+    numel: int
+    dtype: torch.dtype
+    head: int
+    tail: int
+    layout: Layout
+    host_side: bool
+    """Whether the kernel writes to (encode) or reads from (decode) host memory: it then wants another launch geometry."""
+
+
+@dataclass(frozen=True)
+class KernelLaunch:
+    """A kernel with its arguments, before a geometry is chosen."""
+
+    kernel: KernelKey
+    arguments: tuple[int, ...]
+    warps_of_work: int
+    """More warps than this would have nothing to do."""
+    max_threads: int
+    """Threads per block that the kernel's shared memory is laid out for."""
+
+
+def launch(codec: str, direction: str, call: KernelCall, prepared: KernelLaunch) -> None:
+    """Launch on torch's current stream of the call's device."""
+    itemsize = call.dtype.itemsize
+    key = GeometryKey(codec, direction, itemsize, call.host_side, size_class(call.numel * itemsize))
+    geometry = choose_geometry(
+        call.device_index, key, multiprocessor_count(call.device_index), prepared.max_threads, prepared.warps_of_work
+    )
+    kernel = loaded_kernel(prepared.kernel, call.device_index)
+    kernel(geometry.blocks, geometry.threads, *prepared.arguments)
