@@ -11,7 +11,7 @@ from numba import njit
 
 from fxhome.passes.search.result import Placements
 from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, Problem, SimResult
-from fxhome.passes.simulate_kernels import BACKWARD, FORWARD
+from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, liveness
 
 Int32 = npt.NDArray[np.int32]
 Int64 = npt.NDArray[np.int64]
@@ -99,46 +99,12 @@ def recompute_price(g, placement, saved, rebuilt, recomputable, storages, cost, 
     return used
 
 
-@njit(cache=True)
-def _alive(g, placement, saved, program, forward, total, position, until, since):  # type: ignore[no-untyped-def]
-    """`since[s]..until[s]`: the instance of storage s (or its forward life) that covers `position`, less transfers."""
-    n = g.node_phase.shape[0]
-    last = np.full(n, -1, np.int32)
-    for i in range(g.backward_output.shape[0]):
-        last[g.backward_output[i]] = total
-    for p in range(total - 1, -1, -1):
-        node = program[p]
-        in_backward = p >= forward
-        if p == forward - 1:
-            for v in range(n):
-                if g.node_phase[v] == FORWARD:
-                    s = g.root_storage[v]
-                    if s < 0 or not saved[s] or placement[s] != KEEP:
-                        last[v] = -1
-            for i in range(g.forward_output.shape[0]):
-                last[g.forward_output[i]] = total
-        reach = last[node]
-        last[node] = -1
-        storage = g.root_storage[node]
-        if storage >= 0 and p <= position and position <= reach:
-            since[storage] = p
-            until[storage] = reach
-        through = p
-        if g.own_start[node + 1] == g.own_start[node]:
-            through = max(p, reach)
-        for edge in range(g.read_start[node], g.read_start[node + 1]):
-            source = g.read_node[edge]
-            if in_backward:
-                source = g.backward_alias[source]
-            if last[source] < through:
-                last[source] = through
-
-
 @dataclass(frozen=True, eq=False)
 class Structure:
     """Static facts. first_reader / last_reader: node ids of direct backward readers per storage, -1 where none.
 
     units: lists of storages that stand for the same tensor of identical layers (singletons left out).
+    reachable, reachable_node: what some placement makes the backward demand, per storage and per node.
     swap_us: both copies of a storage, alone on the link.
     """
 
@@ -148,6 +114,8 @@ class Structure:
     last_reader: Int32
     swap_us: Float64
     units: tuple[Int64, ...]
+    reachable: Bool
+    reachable_node: Bool
 
     @property
     def demanded(self) -> Bool:
@@ -164,7 +132,8 @@ def read_structure(problem: Problem) -> Structure:
     last = np.full(storages, -1, np.int32)
     _direct_readers(g, first, last)
     decisions = problem.decisions()
-    decisions = decisions[_reachable(problem, first)[decisions]]
+    reachable, reachable_node = _reachable(problem)
+    decisions = decisions[reachable[decisions]]
     link = problem.link
     rate = link.d2h_us_per_byte + link.h2d_us_per_byte
     swap_us = (2 * link.latency_us + g.storage_copy_bytes * rate).astype(np.float64)
@@ -175,20 +144,21 @@ def read_structure(problem: Problem) -> Structure:
             members = decisions[labels == label]
             if members.shape[0] > 1:
                 units.append(members)
-    return Structure(problem, decisions, first, last, swap_us, tuple(units))
+    return Structure(problem, decisions, first, last, swap_us, tuple(units), reachable, reachable_node)
 
 
-def _reachable(problem: Problem, first_reader: Int32) -> Bool:
-    """Storages that some placement makes the backward demand: reachable from it against the data flow.
+def _reachable(problem: Problem) -> tuple[Bool, Bool]:
+    """Storages and nodes that some placement makes the backward demand: reachable from it against the data flow.
 
     Pruning rule 1: any other storage has one effect whatever its placement (`build` never asks for it), so it is no
     decision. Nothing is lost.
     """
     g = problem.arrays
-    reached = (g.node_phase == BACKWARD).copy()
+    reached: Bool = (g.node_phase == BACKWARD).copy()
     _mark_sources(g, reached)
-    result: Bool = reached[g.storage_root] & (g.node_phase[g.storage_root] == FORWARD)
-    return result | (first_reader >= 0)
+    roots = g.storage_root
+    storages: Bool = (roots >= 0) & reached[roots] & (g.node_phase[roots] == FORWARD)
+    return storages, reached
 
 
 @njit(cache=True)
@@ -213,7 +183,6 @@ class Holders:
 
     storage: Int64
     size_bytes: Int64
-    kept: Bool
     rebuilt: Bool
 
 
@@ -221,38 +190,24 @@ def holders_at(structure: Structure, placement: Placements, result: SimResult, p
     """Deciding storages alive at `position` that the instruction there does not itself read or write."""
     g = structure.problem.arrays
     storages = structure.problem.num_storages
-    until = np.full(storages, -1, np.int32)
-    since = np.full(storages, -1, np.int32)
-    total = result.program.shape[0]
-    _alive(g, placement, result.saved, result.program, result.forward_length, total, position, until, since)
+    total, forward = result.program.shape[0], result.forward_length
+    held = np.zeros(storages, np.int8)
+    a, b, c, d = (np.empty(storages, np.int32) for _ in range(4))
+    curve = np.zeros(total + 2, np.int64)
+    liveness(g, placement, result.saved, result.program, forward, total, curve, a, b, c, d, position, held)
     free = np.zeros(storages, np.bool_)
     free[structure.decisions] = True
-    alive = (until >= position) & free
     if position < total:
         node = int(result.program[position])
-        pinned = g.backward_alias[g.read_node[g.read_start[node] : g.read_start[node + 1]]]
-        pinned = g.root_storage[pinned]
-        alive[pinned[pinned >= 0]] = False
-        own = g.root_storage[node]
-        if own >= 0:
-            alive[own] = False
-    in_backward = position >= result.forward_length
-    kept = alive & (placement == KEEP) & (result.saved == 1)
-    rebuilt = alive & ~kept & (result.saved == 0) & in_backward & (since >= result.forward_length)
-    if not in_backward:
-        # A short-lived forward value cannot be moved before its last forward reader.
-        kept &= until >= result.forward_length
-    chosen = np.flatnonzero(kept | rebuilt)
+        touched = g.root_storage[g.backward_alias[g.read_node[g.read_start[node] : g.read_start[node + 1]]]]
+        free[touched[touched >= 0]] = False
+        free[g.own_storage[g.own_start[node] : g.own_start[node + 1]]] = False
+    saved = result.saved == 1
+    kept = free & (held == 1) & saved & (placement == KEEP)
+    rebuilt = free & (held == 1) & ~saved & (position >= forward)
     # A swapped storage back on the device early, or still waiting for its copy, is alive too.
-    moved = np.flatnonzero(
-        free
-        & (result.saved == 1)
-        & (placement != KEEP)
-        & (
-            ((result.issue_in >= 0) & (result.issue_in <= position) & (result.last_backward >= position))
-            | ((result.produced <= position) & (result.wait_out > position) & (result.last_forward < position))
-        )
-    )
-    moved = np.setdiff1d(moved, chosen)
-    storage = np.concatenate([chosen, moved]).astype(np.int64)
-    return Holders(storage, g.storage_bytes[storage], kept[storage], rebuilt[storage])
+    back = (result.issue_in >= 0) & (result.issue_in <= position) & (result.last_backward >= position)
+    leaving = (result.produced <= position) & (result.wait_out > position) & (result.last_forward < position)
+    moved = free & saved & (placement != KEEP) & (back | leaving)
+    storage = np.flatnonzero(kept | rebuilt | moved).astype(np.int64)
+    return Holders(storage, g.storage_bytes[storage], rebuilt[storage])
