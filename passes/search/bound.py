@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
+from fxhome.passes.search.evaluator import base_placement
 from fxhome.passes.search.relaxation import Relaxation, choose_anchors, relax_problem
+from fxhome.passes.search.result import Placements
 from fxhome.passes.search.structure import Float64, Structure, read_structure
-from fxhome.passes.simulate import Problem, simulate
+from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, PLACEMENTS, RECOMPUTE, SWAP, Problem, simulate
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
 _SLACK = 1e-6
@@ -21,14 +23,12 @@ _SLACK = 1e-6
 class Bound:
     """step_us: no placement that fits is faster (inf: none fits). exact: the integer program was solved to its end.
 
-    kept, swapped, again: float64[storages], the solution's shares (again: the root is rebuilt), or None where unsolved.
+    shares: float64[storages, 6], how much of each placement the solution takes, -1 where not allowed; None if unsolved.
     """
 
     step_us: float
     exact: bool
-    kept: Float64 | None
-    swapped: Float64 | None
-    again: Float64 | None
+    shares: Float64 | None
 
 
 def lower_bound(
@@ -37,32 +37,80 @@ def lower_bound(
     *,
     structure: Structure | None = None,
     milp_seconds: float = 0.0,
+    rounds: int = 3,
     max_anchors: int | None = None,
 ) -> Bound:
     """Bound the step time of any placement whose peak is within `budget_bytes`.
 
+    rounds: how often anchors are added where the rounded solution fails, and the relaxation solved again.
     milp_seconds: 0 solves the linear relaxation alone, deterministically; above it the integer program may raise it.
     """
     s = structure or read_structure(problem)
     base = simulate(problem, problem.keep_all(), budget_bytes)
-    most = max_anchors if max_anchors is not None else max(2, min(9, 6000 // max(1, int(s.reachable.sum()))))
-    anchors = choose_anchors(s, budget_bytes, base.curve, base.program, base.forward_length, most)
-    relaxation = relax_problem(s, budget_bytes, anchors)
-    step, x = _solve(relaxation, 0.0)
+    room = max_anchors if max_anchors is not None else max(4, min(16, 12000 // max(1, int(s.reachable.sum()))))
+    anchors = choose_anchors(s, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
+    best = 0.0
+    for _ in range(rounds):
+        relaxation = relax_problem(s, budget_bytes, anchors)
+        step, x = _solve(relaxation, 0.0)
+        best = max(best, step)
+        if x is None:
+            break
+        more = _tight_places(s, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
+        if not more or len(anchors) >= room:
+            break
+        anchors = sorted({*anchors, *more[: room - len(anchors)]})
     exact = False
-    if milp_seconds > 0 and np.isfinite(step):
+    if milp_seconds > 0 and np.isfinite(best):
         better, solution = _solve(relaxation, milp_seconds)
         exact = solution is not None
-        step = max(step, better)
+        best = max(best, better)
     if x is None:
-        return Bound(step, exact, None, None, None)
-    count = relaxation.storages.shape[0]
-    shares = np.zeros((3, problem.num_storages))
-    shares[0, relaxation.storages] = x[:count]
-    shares[1, relaxation.storages] = x[count : 2 * count]
-    at = relaxation.again_root
-    shares[2, relaxation.storages] = np.where(at >= 0, x[np.maximum(at, 0)], 0.0)
-    return Bound(step, exact, shares[0], shares[1], shares[2])
+        return Bound(best, exact, None)
+    return Bound(best, exact, _shares(relaxation, problem, x))
+
+
+def _shares(r: Relaxation, problem: Problem, x: Float64) -> Float64:
+    count = r.storages.shape[0]
+    shares = np.zeros((problem.num_storages, PLACEMENTS))
+    rows = r.storages
+    shares[rows, KEEP], shares[rows, SWAP], shares[rows, COMPRESS] = x[: 3 * count].reshape(3, count)
+    shares[rows, RECOMPUTE] = np.where(r.again_root >= 0, x[np.maximum(r.again_root, 0)], 0.0)
+    only_small = ~problem.allowed[:, SWAP]
+    shares[only_small, COMPRESS_SWAP] = shares[only_small, SWAP]
+    return np.where(problem.allowed, shares, -1.0)
+
+
+def rounded(s: Structure, shares: Float64, rng: np.random.Generator | None = None) -> Placements:
+    """The placement nearest to the shares; with `rng`, one drawn around them."""
+    odds = shares.copy()
+    odds[~s.demanded, RECOMPUTE] += 1e-6
+    odds = np.where(s.problem.allowed, odds, -1.0)
+    if rng is not None:
+        odds += rng.uniform(-0.4, 0.4, odds.shape) * (odds > 0)
+    placement = base_placement(s.problem, s.demanded)
+    placement[s.decisions] = np.argmax(odds, axis=1)[s.decisions]
+    return placement
+
+
+def _tight_places(s: Structure, budget: int, placement: Placements, known: list[int]) -> list[int]:
+    """Where the rounded solution is over the budget or waits for memory: node ids for further anchors, worst first."""
+    result = simulate(s.problem, placement, budget)
+    program, total = result.program, result.program.shape[0]
+    busy = s.problem.arrays.node_time_us[program]
+    wait = np.diff(result.start_us, prepend=0.0)
+    wait[1:] -= busy
+    over = np.maximum(0, result.curve[:total] - budget)
+    places = [int(p) for p in np.argsort(-over, kind="stable")[:2] if over[p] > 0]
+    places += [int(p) for p in np.argsort(-wait[:total], kind="stable")[:3] if wait[p] > 1.0]
+    found: list[int] = []
+    for p in places:
+        q = p
+        while q < total and result.recomputed[q]:
+            q += 1
+        if q < total and int(program[q]) not in known and int(program[q]) not in found:
+            found.append(int(program[q]))
+    return found
 
 
 def _solve(r: Relaxation, milp_seconds: float) -> tuple[float, Float64 | None]:
@@ -85,4 +133,4 @@ def _solve(r: Relaxation, milp_seconds: float) -> tuple[float, Float64 | None]:
         solution = None
     if milp_seconds > 0 and found.mip_dual_bound is not None:
         value = float(found.mip_dual_bound)
-    return max(0.0, value * (1 - _SLACK)), solution
+    return max(0.0, (value - r.slack) * (1 - _SLACK)), solution

@@ -2,11 +2,13 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from fxhome.errors import OptionError
 from fxhome.passes.search import baselines, policies
+from fxhome.passes.search.bound import lower_bound
 from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, Progress
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
@@ -52,6 +54,7 @@ def search(
     seeds: Sequence[Placements] = (),
     storage_class: Sequence[str] | None = None,
     ingredients: Ingredients | None = None,
+    bound: bool = False,
 ) -> SearchResult:
     """The fastest placement found whose peak is within `budget_bytes` (graph storages only).
 
@@ -60,6 +63,7 @@ def search(
     `storage_class`: per storage, the class of the op that produces it ("convolution", "matmul", "attention", "pool",
     "activation", "norm", "other"); vdnn_conv and superneurons need it. `ingredients` switches parts of `pso` off.
     `progress(evaluations, peak_bytes, step_us, feasible)` is called at each improvement.
+    `bound` adds `lower_bound_us` and `gap`, at the cost of a linear program.
     A policy other than `pso` that cannot meet the budget returns what it reached, with `feasible` False.
     """
     if policy not in POLICIES:
@@ -69,11 +73,11 @@ def search(
     evaluator.protected += 1
     if policy in CONSTRUCTIVE:
         placement = CONSTRUCTIVE[policy](structure, evaluator, storage_class)
-        return _reached(structure, evaluator, placement, policy, seed)
+        return _bounded(structure, _reached(structure, evaluator, placement, policy, seed), budget_bytes, bound)
     evaluator.score(problem.keep_all())
     evaluator.protected -= 1
     if structure.decisions.shape[0] == 0:
-        return _result(evaluator, "no choice", policy, seed)
+        return _bounded(structure, _result(evaluator, "no choice", policy, seed), budget_bytes, bound)
     stopped: StoppedBy
     if policy != "pso":
         stopped = baselines.run_baseline(SEARCHING[policy], structure, evaluator, seed)
@@ -85,7 +89,16 @@ def search(
         stopped = pso(structure, evaluator, seed=seed, seeds=seeds, ingredients=ingredients, storage_class=classes)
         if evaluator.best_fitness[0] > 0:
             _fit(structure, evaluator)
-    return _result(evaluator, stopped, policy, seed)
+    return _bounded(structure, _result(evaluator, stopped, policy, seed), budget_bytes, bound)
+
+
+def _bounded(structure: Structure, result: SearchResult, budget_bytes: int, wanted: bool) -> SearchResult:
+    """The result with its lower bound and gap, where wanted."""
+    if not wanted:
+        return result
+    below = lower_bound(structure.problem, budget_bytes, structure=structure).step_us
+    gap = (result.step_us - below) / below if result.feasible and 0 < below < np.inf else None
+    return replace(result, lower_bound_us=below, gap=gap)
 
 
 def _space(structure: Structure) -> int:

@@ -29,14 +29,18 @@ from fxhome.passes.search.structure import Bool, Float64, Int32, Int64, Structur
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, OWNER, VIRTUAL
 
+Part = tuple[Int64, Float64 | float]
+
 MIB = float(1 << 20)
+CHAIN_CUTS = 400
+TIDY = 1e-5
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
     """Minimise cost @ x with matrix @ x >= low and 0 <= x <= upper; x starts with kept, swapped, encoded per storage.
 
-    again_root: column of `again` of each storage's root, or -1.
+    again_root: column of `again` of each storage's root, or -1. slack: the optimum less this bounds the step.
     """
 
     cost: Float64
@@ -46,6 +50,7 @@ class Relaxation:
     integral: npt.NDArray[np.uint8]
     storages: Int64
     again_root: Int64
+    slack: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -126,7 +131,7 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
     kept, swapped, encoded = np.arange(count), count + np.arange(count), 2 * count + np.arange(count)
 
     allowed = problem.allowed[storages]
-    upper = np.ones(total)
+    upper = np.ones(step)
     upper[kept] = allowed[:, KEEP]
     upper[swapped] = allowed[:, SWAP] | allowed[:, COMPRESS_SWAP]
     upper[encoded] = allowed[:, COMPRESS]
@@ -150,7 +155,7 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         low.append(bound)
         used += columns.shape[0]
 
-    def add_one(parts: list[tuple[Int64, Float64 | float]], bound: float) -> None:
+    def add_one(parts: list[Part], bound: float) -> None:
         columns = np.concatenate([p[0] for p in parts])
         weights = np.concatenate([np.broadcast_to(np.asarray(p[1], float), p[0].shape) for p in parts])
         add(columns[None, :], weights[None, :], np.array([bound]))
@@ -194,6 +199,7 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
     out_us = np.where(small, link.latency_us + moved * link.d2h_us_per_byte, out_us)
     in_us = np.where(small, link.latency_us + moved * link.h2d_us_per_byte, in_us)
     decode_us = g.storage_decode_us[storages].astype(np.float64)
+    node_us = time[nodes].astype(np.float64)
     codec_us = decode_us + g.storage_encode_us[storages]
     forward_us = float(time[facts.certain].sum())
     backward_us = float(time[backward].sum())
@@ -251,7 +257,7 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
             (fixed - budget) / MIB,
         )
         # compute before the anchor
-        parts: list[tuple[Int64, Float64 | float]] = [(start, 1.0)]
+        parts: list[Part] = [(start, 1.0)]
         if anchor >= 0 and backward[anchor]:
             sure = s.first_reader[g.root_storage[nodes]] if nodes.shape[0] else nodes
             known = (g.root_storage[nodes] >= 0) & (sure >= 0) & (sure <= anchor)
@@ -261,22 +267,36 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         leaving = np.flatnonzero(can_leave & (upper[swapped] > 0))
         if leaving.shape[0] == 0:
             continue
-        for cut in _spread(np.unique(owner[leaving]), cuts):
-            these = leaving[owner[leaving] >= cut]
-            ready = float(certain_until[cut]) if facts.certain[cut] else 0.0
-            add_one([(start, 1.0), (off[these], -out_us[these])], ready)
         deadline = np.where(first[leaving] >= 0, first[leaving], n)
-        for due in _spread(np.unique(deadline), cuts):
-            these = leaving[deadline <= due]
-            after = float(backward_from[due]) if due < n else 0.0
-            add_one([(np.array([step]), 1.0), (start, -1.0), (off[these], -in_us[these])], compute_at + after)
+        most = CHAIN_CUTS if anchor < 0 else cuts
+        # Two queues, each a chain of ending times: a copy ends after the one before it and after its producer.
+        for queue, key, copy_us in ((True, owner[leaving], out_us), (False, deadline, in_us)):
+            ends_at = _spread(np.unique(key), most, last_of_each=not queue)
+            chain = total + np.arange(len(ends_at))
+            total += len(ends_at)
+            slot = np.searchsorted(ends_at, key, side="right") - 1 if queue else np.searchsorted(ends_at, key)
+            for j, cut in enumerate(ends_at):
+                these = leaving[slot == j]
+                copies: list[Part] = [(chain[j : j + 1], 1.0), (off[these], -copy_us[these])]
+                if queue:
+                    ready = float(certain_until[cut]) if facts.certain[cut] else 0.0
+                    add_one(copies, ready)
+                elif j == 0:
+                    add_one([*copies, (start, -1.0)], compute_at)
+                if j:
+                    add_one([*copies, (chain[j - 1 : j], -1.0)], 0.0)
+                if not queue:
+                    after = float(backward_from[cut]) if cut < n else 0.0
+                    add_one([(np.array([step]), 1.0), (chain[j : j + 1], -1.0)], after)
+            if queue:
+                add_one([(start, 1.0), (chain[-1:], -1.0)], 0.0)
     last_column = np.array([step])
     boundary = np.array([start0])
     add_one(
-        [(last_column, 1.0), (boundary, -1.0), (again[nodes], -time[nodes]), (encoded, -decode_us)],
+        [(last_column, 1.0), (boundary, -1.0), (again[nodes], -node_us), (encoded, -decode_us)],
         backward_us,
     )
-    add_one([(last_column, 1.0), (again[nodes], -time[nodes]), (encoded, -codec_us)], forward_us + backward_us)
+    add_one([(last_column, 1.0), (again[nodes], -node_us), (encoded, -codec_us)], forward_us + backward_us)
     for place, anchor in enumerate(anchors):
         rest = (
             float(backward_from[anchor])
@@ -288,17 +308,24 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(used, total)
     )
     cost = np.zeros(total)
+    upper = np.concatenate([upper, np.full(total - upper.shape[0], np.inf)])
     cost[step] = 1.0
+    # A swap that frees nothing at an anchor costs nothing above; a little weight keeps such out of the solution.
+    cost[swapped] = TIDY * (out_us + in_us) * upper[swapped]
+    cost[again[nodes]] = TIDY * time[nodes]
+    slack = float(cost[:step].sum())
     integral = np.zeros(total, np.uint8)
     integral[: off0 + places * count] = 1
-    return Relaxation(cost, matrix, np.concatenate(low), upper, integral, storages, again[g.storage_root[storages]])
+    return Relaxation(
+        cost, matrix, np.concatenate(low), upper, integral, storages, again[g.storage_root[storages]], slack
+    )
 
 
-def _spread(values: Int64, most: int) -> list[int]:
-    """At most `most` of the values, evenly spread, both ends included."""
+def _spread(values: Int64, most: int, *, last_of_each: bool) -> list[int]:
+    """At most `most` of the values, evenly spread: each stands for itself and those after (or before) it."""
     if values.shape[0] <= most:
         return [int(v) for v in values]
-    return sorted({int(values[i]) for i in np.linspace(0, values.shape[0] - 1, most).astype(int)})
+    return [int(part[-1 if last_of_each else 0]) for part in np.array_split(values, most)]
 
 
 def _read_now(s: Structure, node: int) -> Bool:

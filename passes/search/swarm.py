@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from fxhome.passes.search.bound import lower_bound
+from fxhome.passes.search.bound import lower_bound, rounded
 from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
 from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vdnn_conv
 from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
 from fxhome.passes.search.structure import Int64, Structure
-from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
+from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
 RELAXATIONS = 3
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
@@ -88,24 +88,13 @@ def relaxed_seeds(s: Structure, evaluator: Evaluator, rng: np.random.Generator) 
     target = evaluator.budget_bytes
     for _ in range(RELAXATIONS):
         bound = lower_bound(problem, target, structure=s)
-        if bound.kept is None or bound.swapped is None or bound.again is None:
+        if bound.shares is None:
             break
-        odds = np.zeros((problem.num_storages, problem.allowed.shape[1]))
-        odds[:, KEEP], odds[:, SWAP], odds[:, RECOMPUTE] = bound.kept, bound.swapped, bound.again
-        swapped = problem.allowed[:, SWAP]
-        odds[~swapped, COMPRESS_SWAP], odds[~swapped, SWAP] = odds[~swapped, SWAP], 0.0
-        odds[:, COMPRESS] = 1.0 - odds.sum(axis=1).clip(max=1.0)
-        odds[~s.demanded, RECOMPUTE] += 1e-6
-        odds = np.where(problem.allowed, odds, -1.0)
-        first = np.argmax(odds, axis=1).astype(np.int8)
-        drawn = np.argmax(odds + rng.uniform(-0.4, 0.4, odds.shape) * (odds > 0), axis=1).astype(np.int8)
-        base = base_placement(problem, s.demanded)
         worst = 0
-        for x in (first, drawn):
-            start = base.copy()
-            start[s.decisions] = x[s.decisions]
+        for draw in (None, rng):
+            start = rounded(s, bound.shares, draw)
             over = evaluator.score(start)[0]
-            worst = max(worst, over) if worst else over
+            worst = over if draw is None else worst
             fixed, _ = repair(s, evaluator, start, Prices(link=0.6, share=1.0))
             made.append(fixed)
         if worst == 0:
