@@ -1,7 +1,8 @@
-"""The codec protocol: names, sizes, error bounds, and encode/decode entry points that pick kernel or reference by device.
+"""The codec protocol: names, sizes, error bounds, and encode/decode entry points that pick kernel or reference by
+device.
 
-Importing this module imports torch, but neither Numba nor CUDA: sizes and rates are plain arithmetic, usable by a planner on
-any machine. Kernels are compiled at the first encode or decode of a CUDA tensor.
+Importing this module imports torch, but neither Numba nor CUDA: sizes and rates are plain arithmetic, usable by a
+planner on any machine. Kernels are compiled at the first encode or decode of a CUDA tensor.
 
     codec = codec_by_name("zvc")
     encoded = torch.empty(codec.worst_case_bytes(x.numel(), x.dtype), dtype=torch.uint8, pin_memory=True)
@@ -9,8 +10,9 @@ any machine. Kernels are compiled at the first encode or decode of a CUDA tensor
     codec.decode(encoded, y)            # y has x's dtype, shape and strides
     raise_if_corrupt()                  # after a synchronisation the caller already has
 
-An encoded tensor is a head, whose size never depends on the data, and (variable rate only) a tail of worst-case slots. Both lie in one
-buffer unless `tail` names a second one, which lets a copy engine move the head while the kernel writes the tail to the host.
+An encoded tensor is a head, whose size never depends on the data, and (variable rate only) a tail of worst-case
+slots. Both lie in one buffer unless `tail` names a second one, which lets a copy engine move the head while the
+kernel writes the tail to the host.
 """
 
 from __future__ import annotations
@@ -103,7 +105,7 @@ class Codec(ABC):
         """Exact encoded bytes; only a fixed-rate codec can promise any."""
         if not self.fixed_rate:
             raise CodecError(
-                f"codec {self.name!r}: encoded_bytes was asked of a variable-rate codec, whose size depends on the data; "
+                f"codec {self.name!r}: encoded_bytes was asked of a variable-rate codec; its size depends on the data: "
                 "use worst_case_bytes for buffers and expected_bytes for estimates"
             )
         return self.layout(numel, dtype).head_bytes
@@ -139,79 +141,92 @@ class Codec(ABC):
     ) -> None:
         """Encode `source` (dense storage, any strides) into uint8 `encoded` (and `tail`).
 
-        CUDA sources: asynchronous on the current stream, into device or pinned host memory. CPU sources: NumPy, at once.
-        `seed` asks for stochastic rounding where the codec has it.
+        CUDA sources: asynchronous on the current stream, into device or pinned host memory. CPU sources: NumPy, at
+        once. `seed` asks for stochastic rounding where the codec has it.
         """
-        head, tail_part = self._parts("encode", source, encoded, tail)
+        layout = self.layout(source.numel(), source.dtype)
+        _check_buffers(self.name, "encode", source, encoded, tail, layout)
         if source.is_cuda:
-            call = _kernel_call(self, "encode", source, head, tail_part)
-            if call.numel:
+            if source.numel():
+                call = _kernel_call(source, encoded, tail, layout)
                 launch(self.name, "encode", call, self.encode_launch(call, status_address(), seed))
             return
-        head_array, tail_array = head.numpy(), tail_part.numpy()
+        head_array, tail_array = _host_parts(encoded, tail, layout)
         head_array.fill(0)
         self.encode_reference(_raw_bytes(source), source.dtype, head_array, tail_array, seed)
 
     def decode(self, encoded: torch.Tensor, target: torch.Tensor, *, tail: torch.Tensor | None = None) -> None:
         """Decode into `target`, which has the source's dtype, shape and strides.
 
-        CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives zeros and is
-        reported by `raise_if_corrupt`.
+        CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives any values
+        and is reported by `raise_if_corrupt`.
         """
-        head, tail_part = self._parts("decode", target, encoded, tail)
+        layout = self.layout(target.numel(), target.dtype)
+        _check_buffers(self.name, "decode", target, encoded, tail, layout)
         if target.is_cuda:
-            call = _kernel_call(self, "decode", target, head, tail_part)
-            if call.numel:
+            if target.numel():
+                call = _kernel_call(target, encoded, tail, layout)
                 launch(self.name, "decode", call, self.decode_launch(call, status_address()))
             return
-        self.decode_reference(head.numpy(), tail_part.numpy(), target.dtype, _raw_bytes(target))
-
-    def _parts(
-        self, action: str, plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        layout = self.layout(plain.numel(), plain.dtype)
-        needed = layout.head_bytes if tail is not None else layout.worst_case_bytes
-        _check_buffer(self.name, action, "encoded", encoded, needed, plain)
-        if tail is None:
-            return encoded[: layout.head_bytes], encoded[layout.head_bytes : layout.worst_case_bytes]
-        _check_buffer(self.name, action, "tail", tail, layout.tail_bytes, plain)
-        return encoded[: layout.head_bytes], tail[: layout.tail_bytes]
+        head_array, tail_array = _host_parts(encoded, tail, layout)
+        self.decode_reference(head_array, tail_array, target.dtype, _raw_bytes(target))
 
 
-def _kernel_call(
-    codec: Codec, action: str, plain: torch.Tensor, head: torch.Tensor, tail: torch.Tensor
-) -> KernelCall:
-    require_dense(codec.name, action, plain)
-    layout = codec.layout(plain.numel(), plain.dtype)
+def _kernel_call(plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout) -> KernelCall:
     index = plain.device.index
     assert index is not None
-    host_side = not head.is_cuda or (tail.numel() > 0 and not tail.is_cuda)
+    head_address = encoded.data_ptr()
+    tail_address = head_address + layout.head_bytes if tail is None else tail.data_ptr()
+    host_side = not encoded.is_cuda or (tail is not None and layout.tail_bytes > 0 and not tail.is_cuda)
     return KernelCall(
-        index, plain.data_ptr(), plain.numel(), plain.dtype, head.data_ptr(), tail.data_ptr(), layout, host_side
+        index, plain.data_ptr(), plain.numel(), plain.dtype, head_address, tail_address, layout, host_side
     )
+
+
+def _host_parts(encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout) -> tuple[Bytes, Bytes]:
+    if tail is None:
+        whole = encoded.numpy()
+        return whole[: layout.head_bytes], whole[layout.head_bytes : layout.worst_case_bytes]
+    return encoded.numpy()[: layout.head_bytes], tail.numpy()[: layout.tail_bytes]
+
+
+def _check_buffers(
+    codec: str, action: str, plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout
+) -> None:
+    require_dense(codec, action, plain)
+    if tail is None:
+        _check_buffer(codec, action, "encoded", encoded, layout.worst_case_bytes, plain)
+    else:
+        _check_buffer(codec, action, "encoded", encoded, layout.head_bytes, plain)
+        _check_buffer(codec, action, "tail", tail, layout.tail_bytes, plain)
 
 
 def _check_buffer(
     codec: str, action: str, role: str, buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor
 ) -> None:
-    where = f"codec {codec!r} {action}: {role} buffer"
+    problem = _buffer_problem(buffer, needed_bytes, plain)
+    if problem is not None:
+        raise CodecError(f"codec {codec!r} {action}: {role} buffer {problem}")
+
+
+def _buffer_problem(buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor) -> str | None:
+    """What is wrong with an encoded buffer, as the end of a sentence, or None."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise CodecError(f"{where} must be a contiguous 1-D uint8 tensor, got {buffer.dtype} {tuple(buffer.shape)}")
+        return f"must be a contiguous 1-D uint8 tensor, got {buffer.dtype} {tuple(buffer.shape)}"
     if buffer.numel() < needed_bytes:
-        raise CodecError(
-            f"{where} has {buffer.numel()} bytes, {plain.numel()} elements of {plain.dtype} need {needed_bytes}: "
+        return (
+            f"has {buffer.numel()} bytes, {plain.numel()} elements of {plain.dtype} need {needed_bytes}: "
             "it is truncated or was sized for another tensor"
         )
     if needed_bytes == 0:
-        return
+        return None
     if buffer.data_ptr() % 16:
-        raise CodecError(f"{where} starts at an address that is not a multiple of 16; allocate it on its own")
-    if plain.is_cuda and not buffer.is_cuda and not buffer.is_pinned():
-        raise CodecError(f"{where} lies in pageable host memory, which a kernel cannot reach; pin or register it")
-    if plain.is_cuda and buffer.is_cuda and buffer.device != plain.device:
-        raise CodecError(f"{where} is on {buffer.device}, the tensor on {plain.device}")
-    if not plain.is_cuda and buffer.is_cuda:
-        raise CodecError(f"{where} is on {buffer.device}, the tensor in host memory")
+        return "starts at an address that is not a multiple of 16; allocate it on its own"
+    if plain.is_cuda:
+        if buffer.is_cuda:
+            return None if buffer.device == plain.device else f"is on {buffer.device}, the tensor on {plain.device}"
+        return None if buffer.is_pinned() else "lies in pageable host memory, which a kernel cannot reach; pin it"
+    return f"is on {buffer.device}, the tensor in host memory" if buffer.is_cuda else None
 
 
 def require_dense(codec: str, action: str, tensor: torch.Tensor) -> None:
@@ -224,8 +239,8 @@ def require_dense(codec: str, action: str, tensor: torch.Tensor) -> None:
             continue
         if stride != expected:
             raise CodecError(
-                f"codec {codec!r} {action}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has gaps or "
-                "overlaps in storage; encode its base instead"
+                f"codec {codec!r} {action}: a tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} has "
+                "gaps or overlaps in storage; encode its base instead"
             )
         expected *= size
 

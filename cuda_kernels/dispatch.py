@@ -24,7 +24,8 @@ class KernelCall:
     tail: int
     layout: Layout
     host_side: bool
-    """Whether the kernel writes to (encode) or reads from (decode) host memory: it then wants another launch geometry."""
+    """Whether the kernel writes to (encode) or reads from (decode) host memory: it then wants another launch
+    geometry."""
 
 
 @dataclass(frozen=True)

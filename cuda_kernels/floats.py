@@ -30,7 +30,8 @@ def to_fp32(raw: Bytes, dtype: torch.dtype) -> Floats:
 
 
 def from_fp32(values: Floats, dtype: torch.dtype, raw: Bytes) -> None:
-    """Store fp32 values as `dtype`, rounded to nearest even; finite values beyond the dtype's range become its largest."""
+    """Store fp32 values as `dtype`, rounded to nearest even; finite values beyond the dtype's range become its
+    largest."""
     bits = values.view(np.uint32)
     magnitude = bits & 0x7FFFFFFF
     largest = LARGEST_FINITE_BITS[FLOAT_NAMES[dtype]]

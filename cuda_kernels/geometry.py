@@ -1,7 +1,8 @@
 """Launch geometry: how many blocks of how many threads, by codec, direction and where the encoded bytes lie.
 
-Defaults: kernels that write or read host memory use few blocks, because the link is the limit and other kernels should keep the
-multiprocessors; kernels between device buffers use enough to reach memory bandwidth. `autotune` replaces defaults by measured choices.
+Defaults: kernels that write or read host memory use few blocks, because the link is the limit and other kernels
+should keep the multiprocessors; kernels between device buffers use enough to reach memory bandwidth. `autotune`
+replaces defaults by measured choices.
 """
 
 from __future__ import annotations

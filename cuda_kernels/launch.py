@@ -1,8 +1,8 @@
 """Compile a kernel once per device and launch it on torch's current stream in a few microseconds.
 
-Numba compiles the Python function to PTX; the driver turns that into machine code; the launch is one driver call with a pre-built
-argument pack. Every kernel parameter is one 64-bit integer, so a launch fills a few integers and allocates nothing.
-PTX is cached on disk, keyed by the kernel's sources, the compute capability and Numba's version.
+Numba compiles the Python function to PTX; the driver turns that into machine code; the launch is one driver call with
+a pre-built argument pack. Every kernel parameter is one 64-bit integer, so a launch fills a few integers and
+allocates nothing. PTX is cached on disk, keyed by the kernel's sources, the compute capability and Numba's version.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import importlib
 import inspect
 import os
 import threading
@@ -52,7 +53,7 @@ def cache_directory() -> Path:
 def build_kernel(key: KernelKey) -> Callable[..., None]:
     """The Python function of a kernel; imports Numba, and says in one line what to install if it cannot."""
     try:
-        module = __import__(f"fxhome.cuda_kernels.{key.module}", fromlist=[key.factory])
+        module = importlib.import_module(f"fxhome.cuda_kernels.{key.module}")
     except (ImportError, AttributeError) as error:
         raise CodecUnavailableError(
             f"compression kernels need Numba-CUDA, which cannot be imported here ({type(error).__name__}: {error}); "
@@ -65,9 +66,8 @@ def build_kernel(key: KernelKey) -> Callable[..., None]:
 def compile_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
     """PTX of a kernel whose parameters are all int64; needs no GPU."""
     kernel = build_kernel(key)
-    from numba import cuda
-    from numba.cuda import types
-
+    cuda: Any = importlib.import_module("numba.cuda")
+    types = cuda.types
     parameters = [types.int64] * len(inspect.signature(kernel).parameters)
     ptx, _ = cuda.compile(kernel, types.void(*parameters), device=False, abi="numba", cc=compute_capability)
     return str(ptx)
@@ -81,7 +81,8 @@ def _sources_digest() -> str:
     return digest.hexdigest()
 
 
-def _cached_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
+def cached_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
+    """PTX of a kernel, from the disk cache if it is there; safe to call in many processes at once."""
     from importlib.metadata import version
 
     identity = repr((key, compute_capability, _sources_digest(), version("numba-cuda")))
@@ -105,7 +106,7 @@ class LoadedKernel:
     """Machine code of one kernel on one device, with its argument pack."""
 
     def __init__(self, key: KernelKey, device_index: int) -> None:
-        from cuda.bindings import driver
+        driver: Any = importlib.import_module("cuda.bindings.driver")
 
         self._driver = driver
         self._lock = threading.Lock()
@@ -114,7 +115,7 @@ class LoadedKernel:
         with torch.cuda.device(device_index):
             torch.cuda.current_stream().synchronize()  # makes the primary context current in this thread
             properties = torch.cuda.get_device_properties(device_index)
-            ptx = _cached_ptx(key, (properties.major, properties.minor))
+            ptx = cached_ptx(key, (properties.major, properties.minor))
             self._module = _checked(driver.cuModuleLoadData(ptx.encode() + b"\0"), f"loading {key}")
             name = ptx.split(".entry", 1)[1].split("(", 1)[0].strip()
             self._function = _checked(driver.cuModuleGetFunction(self._module, name.encode()), f"finding {name}")
@@ -137,7 +138,7 @@ class LoadedKernel:
     def _launch(self, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
         stream = torch.cuda.current_stream(self._device_index).cuda_stream
         with self._lock:
-            self._values[:] = arguments
+            self._values[:] = list(arguments)
             (result,) = self._driver.cuLaunchKernel(
                 self._function, blocks, 1, 1, threads, 1, 1, 0, stream, self._pack, 0
             )

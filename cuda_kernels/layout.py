@@ -3,10 +3,12 @@
 A variable-rate codec writes two parts:
 
     head  header (128 bytes) | one 32-bit word per tile | fixed-size planes      size known before the data is
-    tail  one worst-case slot per tile                                            only the used front of a slot is written
+    tail  one worst-case slot per tile                                            only the used front of a slot is
+    written
 
-Each tile owns its slot, so no scan runs across tiles and no size is read back before the transfer. The head can be copied by
-a copy engine, because its size never depends on the data; the tail is written by the kernel. Fixed-rate codecs have a head and no tail.
+Each tile owns its slot, so no scan runs across tiles and no size is read back before the transfer. The head can be
+copied by a copy engine, because its size never depends on the data; the tail is written by the kernel. Fixed-rate
+codecs have a head and no tail.
 """
 
 from __future__ import annotations
@@ -59,11 +61,14 @@ def tiled_layout(numel: int, tile_elements: int, plane_bytes_per_tile: int, slot
     tiles = ceil_div(numel, tile_elements)
     planes_offset = HEADER_BYTES + align_up(4 * tiles, LINE_BYTES)
     head_bytes = align_up(planes_offset + tiles * plane_bytes_per_tile, LINE_BYTES)
-    return Layout(numel, tile_elements, tiles, HEADER_BYTES, planes_offset, plane_bytes_per_tile, head_bytes, slot_bytes)
+    return Layout(
+        numel, tile_elements, tiles, HEADER_BYTES, planes_offset, plane_bytes_per_tile, head_bytes, slot_bytes
+    )
 
 
 def flat_layout(numel: int, tile_elements: int, code_bytes: int, scale_bytes: int) -> Layout:
-    """Layout of a fixed-rate codec: a plane of codes, then a plane of block scales at `planes_offset` (which may be empty)."""
+    """Layout of a fixed-rate codec: a plane of codes, then a plane of block scales at `planes_offset` (which may be
+    empty)."""
     planes_offset = align_up(code_bytes, LINE_BYTES) if scale_bytes else align_up(code_bytes, 16)
     head_bytes = planes_offset + align_up(scale_bytes, 16)
     return Layout(numel, tile_elements, ceil_div(numel, tile_elements), 0, planes_offset, 0, head_bytes, 0)

@@ -1,9 +1,10 @@
-"""The device vocabulary of the kernels: typed memory access, warp collectives and exact float operations for Numba-CUDA.
+"""The device vocabulary of the kernels: typed memory access, warp collectives and exact float operations for
+Numba-CUDA.
 
-Why not plain Numba arrays: a kernel that takes addresses as int64 launches with a pre-built argument pack (launch.py), moves
-16 bytes per instruction, never pays for Numba's negative-index wrap-around, and has 64-bit addressing throughout. Every value is
-uint32, int64 or float32; `uint32(...)` around each 32-bit result keeps LLVM on 32-bit registers and keeps Numba's
-uint64 + int64 = float64 rule out of reach (a test looks for stray f64 in the PTX).
+Why not plain Numba arrays: a kernel that takes addresses as int64 launches with a pre-built argument pack
+(launch.py), moves 16 bytes per instruction, never pays for Numba's negative-index wrap-around, and has 64-bit
+addressing throughout. Every value is uint32, int64 or float32; `uint32(...)` around each 32-bit result keeps LLVM on
+32-bit registers and keeps Numba's uint64 + int64 = float64 rule out of reach (a test looks for stray f64 in the PTX).
 
 A test tree can replace every name here by an emulation, which is how the kernels run on a machine without a GPU.
 Importing this module imports Numba.
@@ -12,13 +13,16 @@ Importing this module imports Numba.
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, cast
 
-from llvmlite import ir
-from numba import cuda
-from numba.cuda import cgutils, types
-from numba.cuda.extending import intrinsic
+# None of these ships type information; importing them by name keeps the rest of this module strictly typed.
+ir: Any = importlib.import_module("llvmlite.ir")
+cuda: Any = importlib.import_module("numba.cuda")
+cgutils: Any = importlib.import_module("numba.cuda.cgutils")
+types: Any = cuda.types
+intrinsic: Any = importlib.import_module("numba.cuda.extending").intrinsic
 
 _I1, _I8, _I16, _I32 = (ir.IntType(bits) for bits in (1, 8, 16, 32))
 _F32 = ir.FloatType()
@@ -126,9 +130,7 @@ def _shuffle(mode: int, clamp: int) -> Any:
             builder.module, ir.FunctionType(result, [_I32] * 5), "llvm.nvvm.shfl.sync.i32"
         )
         constants = [ir.Constant(_I32, _FULL_WARP), ir.Constant(_I32, mode)]
-        return builder.extract_value(
-            builder.call(shuffler, [*constants, value, operand, ir.Constant(_I32, clamp)]), 0
-        )
+        return builder.extract_value(builder.call(shuffler, [*constants, value, operand, ir.Constant(_I32, clamp)]), 0)
 
     return _intrinsic(types.uint32, [types.uint32, types.uint32], emit)
 
@@ -231,8 +233,8 @@ ballot: Callable[[bool], int] = _intrinsic(types.uint32, [types.boolean], _emit_
 warp_sync: Callable[[], None] = _intrinsic(types.void, [], _emit_warp_sync)
 popcount: Load = _intrinsic(types.uint32, [types.uint32], _emit_popcount)
 
-# Each is one PTX instruction with its rounding named, so that no multiply is ever fused into an add and the NumPy reference
-# agrees bit for bit.
+# Each is one PTX instruction with its rounding named, so that no multiply is ever fused into an add and the NumPy
+# reference agrees bit for bit.
 f32_from_bits: Callable[[int], float] = _intrinsic(
     types.float32, [types.uint32], lambda builder, bits: builder.bitcast(bits, _F32)
 )

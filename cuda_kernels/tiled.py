@@ -11,7 +11,7 @@ import torch
 from fxhome.cuda_kernels.codec import Bytes, Codec, as_unsigned
 from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch
 from fxhome.cuda_kernels.launch import KernelKey
-from fxhome.cuda_kernels.layout import Layout, align_up
+from fxhome.cuda_kernels.layout import Layout
 from fxhome.cuda_kernels.tiles import Elements, check_header, tile_words, write_header
 
 
@@ -69,4 +69,4 @@ class TiledCodec(Codec):
 
     def _observed_tail_bytes(self, head: Bytes, layout: Layout, dtype: torch.dtype) -> int:
         used = self.counts(head, layout) * self.slot_unit_bytes(dtype)
-        return int(sum(align_up(int(size), 16) for size in used))
+        return int((-(-used // 16) * 16).sum())

@@ -29,12 +29,13 @@ def tile_words(head: Bytes, layout: Layout) -> NDArray[np.uint32]:
 def tile_planes(head: Bytes, layout: Layout, dtype: Any) -> Elements:
     """The fixed-size planes as (tiles, plane elements)."""
     planes = head[layout.planes_offset : layout.planes_offset + layout.tiles * layout.plane_bytes]
-    return planes.view(dtype).reshape(layout.tiles, layout.plane_bytes // np.dtype(dtype).itemsize)
+    viewed: Elements = planes.view(dtype)
+    return viewed.reshape(layout.tiles, layout.plane_bytes // np.dtype(dtype).itemsize)
 
 
 def tile_slots(tail: Bytes, layout: Layout, dtype: Any) -> Elements:
     """The worst-case slots as (tiles, slot elements)."""
-    slots = tail[: layout.tail_bytes].view(dtype)
+    slots: Elements = tail[: layout.tail_bytes].view(dtype)
     return slots.reshape(layout.tiles, layout.slot_bytes // np.dtype(dtype).itemsize)
 
 

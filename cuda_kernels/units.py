@@ -1,8 +1,9 @@
 """Device helpers shared by the codecs: eight-element units of 1-, 2- or 4-byte elements, warp scans, header checks.
 
-A unit is eight consecutive elements, handled by one lane. Whatever the element width, a unit is a tuple of eight uint32 bit
-patterns, so one kernel body serves every dtype. Accesses at the ragged end, or at an address that is not a multiple of the
-vector size, go byte by byte through the slow path; nothing outside [base, base + total_bytes) is ever touched.
+A unit is eight consecutive elements, handled by one lane. Whatever the element width, a unit is a tuple of eight
+uint32 bit patterns, so one kernel body serves every dtype. Accesses at the ragged end, or at an address that is not a
+multiple of the vector size, go byte by byte through the slow path; nothing outside [base, base + total_bytes) is ever
+touched.
 """
 
 from __future__ import annotations
@@ -202,7 +203,8 @@ def shared_to_global(shared: int, address: int, vectors: int, lane: int) -> None
 
 @device
 def global_to_shared(address: int, shared: int, vectors: int, lane: int) -> None:
-    """The warp copies `vectors` 16-byte vectors, four loads in flight per lane (host memory answers in microseconds)."""
+    """The warp copies `vectors` 16-byte vectors, four loads in flight per lane (host memory answers in
+    microseconds)."""
     index = uint32(lane)
     while uint32(index + 96) < vectors:
         a, b, c, d = load_u32x4(address + int64(index) * 16)

@@ -1,4 +1,5 @@
-"""Bit packing on the GPU: a warp packs 4096 bools into 512 bytes, so that every access is 16 bytes wide on both sides."""
+"""Bit packing on the GPU: a warp packs 4096 bools into 512 bytes, so that every access is 16 bytes wide on both
+sides."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ MAX_WARPS = 8
 
 @device
 def gather_nibble(word: int) -> int:
-    """Bit 0 of each of four bytes, as a 4-bit number: the multiplier moves byte i's bit to bit 24 + i, without carries."""
+    """Bit 0 of each of four bytes, as a 4-bit number: the multiplier moves byte i's bit to bit 24 + i, without
+    carries."""
     return uint32(uint32(uint32(uint32(word & 0x01010101) * 0x01020408) >> 24) & 15)
 
 

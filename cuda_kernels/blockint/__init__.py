@@ -1,8 +1,9 @@
 """int8 and int4 block quantisation (lossy, fixed rate): signed codes and one scale per 64 elements.
 
-scale = max|block| / 127 (or / 7), rounded up to 16 bits (a bf16), so that every element has a code. Rounding is to nearest, or
-stochastic if `encode` gets a seed: then the expectation of the decoded value is the source (before the output's own rounding), at
-twice the bound. A block with any NaN or infinity decodes to NaN throughout: visible, not hidden.
+scale = max|block| / 127 (or / 7), rounded up to 16 bits (a bf16), so that every element has a code. Rounding is to
+nearest, or stochastic if `encode` gets a seed: then the expectation of the decoded value is the source (before the
+output's own rounding), at twice the bound. A block with any NaN or infinity decodes to NaN throughout: visible, not
+hidden.
 """
 
 from __future__ import annotations

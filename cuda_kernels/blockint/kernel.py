@@ -88,10 +88,22 @@ def make_encode(bits: int, dtype_name: str) -> Callable[..., None]:
                 elements = (
                     uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0), uint32(0),
                 )  # fmt: skip
-            c0, c1 = to_code(widen(elements[0]), inverse, seed, first), to_code(widen(elements[1]), inverse, seed, first + 1)
-            c2, c3 = to_code(widen(elements[2]), inverse, seed, first + 2), to_code(widen(elements[3]), inverse, seed, first + 3)
-            c4, c5 = to_code(widen(elements[4]), inverse, seed, first + 4), to_code(widen(elements[5]), inverse, seed, first + 5)
-            c6, c7 = to_code(widen(elements[6]), inverse, seed, first + 6), to_code(widen(elements[7]), inverse, seed, first + 7)
+            c0, c1 = (
+                to_code(widen(elements[0]), inverse, seed, first),
+                to_code(widen(elements[1]), inverse, seed, first + 1),
+            )
+            c2, c3 = (
+                to_code(widen(elements[2]), inverse, seed, first + 2),
+                to_code(widen(elements[3]), inverse, seed, first + 3),
+            )
+            c4, c5 = (
+                to_code(widen(elements[4]), inverse, seed, first + 4),
+                to_code(widen(elements[5]), inverse, seed, first + 5),
+            )
+            c6, c7 = (
+                to_code(widen(elements[6]), inverse, seed, first + 6),
+                to_code(widen(elements[7]), inverse, seed, first + 7),
+            )
             if first < numel:
                 if is_byte:
                     low = join_bytes(uint32(c0 & 0xFF), uint32(c1 & 0xFF), uint32(c2 & 0xFF), uint32(c3 & 0xFF))

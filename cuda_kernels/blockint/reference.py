@@ -16,7 +16,8 @@ NAN_SCALE = 0x7FC0
 
 
 def scale_bits(blocks: Floats, levels: int) -> NDArray[np.int64]:
-    """bf16 bit pattern of each block's scale: max|block| / levels rounded up; 0 for tiny blocks, NaN for non-finite ones."""
+    """bf16 bit pattern of each block's scale: max|block| / levels rounded up; 0 for tiny blocks, NaN for non-finite
+    ones."""
     largest = (blocks.view(np.uint32) & 0x7FFFFFFF).max(axis=1)
     with np.errstate(all="ignore"):
         quotient = (largest.view(np.float32) / np.float32(levels)).astype(np.float32)
@@ -26,7 +27,8 @@ def scale_bits(blocks: Floats, levels: int) -> NDArray[np.int64]:
 
 
 def uniform_draws(seed: int, count: int) -> Floats:
-    """One number in [0, 1) per element, a multiple of 2^-23: a hash of (seed, index), so it does not depend on launch order."""
+    """One number in [0, 1) per element, a multiple of 2^-23: a hash of (seed, index), so it does not depend on launch
+    order."""
     index = np.arange(count, dtype=np.uint64)
     wrap = np.uint64(0xFFFFFFFF)
     state = (

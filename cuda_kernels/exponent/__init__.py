@@ -1,8 +1,10 @@
-"""Lossless codec for dense floats: exponents take three bits, in a window chosen per tile, and escapes are listed (variable rate).
+"""Lossless codec for dense floats: exponents take three bits, in a window chosen per tile, and escapes are listed
+(variable rate).
 
-Trained activations use few exponents: the exponent byte of bf16 activations carries about 2.6 bits. Per tile a window of seven
-exponents gets the codes 0..6; code 7 says that the exponent is in the escape list of the tile's slot. Sign and mantissa are kept as they
-are. Every plane has a fixed place, so decoding is parallel, and all but a few per cent of the bytes lie in the fixed-size head.
+Trained activations use few exponents: the exponent byte of bf16 activations carries about 2.6 bits. Per tile a window
+of seven exponents gets the codes 0..6; code 7 says that the exponent is in the escape list of the tile's slot. Sign
+and mantissa are kept as they are. Every plane has a fixed place, so decoding is parallel, and all but a few per cent
+of the bytes lie in the fixed-size head.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Planes of one tile, in order, for its E elements:
     rest2   2 bytes per element   (fp32 only: low 16 of the 24 bits beside the exponent)
     rest1   1 byte per element    (bf16: mantissa and sign; fp16: low mantissa byte; fp32: the upper 8 of the 24 bits)
     code2   2 bits per element, code1  1 bit per element       the exponent code, low two bits and top bit
-    extra2, extra1                                             (fp16 only: sign and two mantissa bits, as a 3-bit number)
+    extra2, extra1                                             (fp16 only: sign and two mantissa bits, as a 3-bit
+    number)
 """
 
 from __future__ import annotations
@@ -67,6 +68,6 @@ FORMATS_BY_NAME = {float_format.name: float_format for float_format in FORMATS.v
 
 
 def sample_offset(sample: int, stride: int) -> int:
-    """Element of the tile that sample number `sample` reads: one per stretch of `stride`, its place in the stretch rotating so
-    that the samples do not follow the channels of the tensor."""
+    """Element of the tile that sample number `sample` reads: one per stretch of `stride`, its place in the stretch
+    rotating so that the samples do not follow the channels of the tensor."""
     return sample * stride + (sample * 7) % stride

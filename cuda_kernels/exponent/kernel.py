@@ -280,7 +280,8 @@ def make_encode(name: str) -> Callable[..., None]:
 def make_decode(name: str) -> Callable[..., None]:
     """Kernel (head, planes_offset, tail, target, numel, tiles, status) for one float format.
 
-    A wrong header or a count that disagrees with the codes sets *status; nothing outside the tile's parts is read or written.
+    A wrong header or a count that disagrees with the codes sets *status; nothing outside the tile's parts is read or
+    written.
     """
     float_format = FORMATS_BY_NAME[name]
     width = float_format.width

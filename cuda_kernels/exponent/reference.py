@@ -34,7 +34,8 @@ def _join(exponent: Ints, rest: Ints, float_format: FloatFormat) -> Ints:
 
 
 def choose_window_bases(exponents: Ints) -> Ints:
-    """Lowest exponent of the window of each tile, from SAMPLES elements: the fullest window within 32 of the largest sample."""
+    """Lowest exponent of the window of each tile, from SAMPLES elements: the fullest window within 32 of the largest
+    sample."""
     stride = exponents.shape[1] // SAMPLES
     samples = exponents[:, [sample_offset(sample, stride) for sample in range(SAMPLES)]]
     largest = samples.max(axis=1)
@@ -110,8 +111,8 @@ def decode(head: Bytes, tail: Bytes, float_format: FloatFormat, layout: Layout, 
     if not np.array_equal(found, words >> 8):
         tile = int(np.flatnonzero(found != words >> 8)[0])
         raise CodecError(
-            f"exponent decode: tile {tile} of {layout.tiles} says {words[tile] >> 8} escapes but its codes mark {found[tile]}: "
-            "the encoded buffer is corrupted or was never written"
+            f"exponent decode: tile {tile} of {layout.tiles} says {words[tile] >> 8} escapes but its codes mark "
+            f"{found[tile]}: the encoded buffer is corrupted or was never written"
         )
     exponents = (codes + (words & 0xFF)[:, None]) & 0xFF
     tile, _ = np.nonzero(escaped)

@@ -1,8 +1,9 @@
 """fp8 with block scales (lossy, fixed rate): e4m3 or e5m2 codes and one power-of-two scale per 64 elements.
 
-The scale 2^s puts the largest finite magnitude of the block just inside the format's range, so scaling is exact and the only errors are
-rounding to 3 (e4m3) or 2 (e5m2) mantissa bits and underflow. NaN stays NaN; infinities stay in e5m2 and become NaN in e4m3.
-The element formats and power-of-two block scales are those of the OCP 8-bit and Microscaling specifications.
+The scale 2^s puts the largest finite magnitude of the block just inside the format's range, so scaling is exact and
+the only errors are rounding to 3 (e4m3) or 2 (e5m2) mantissa bits and underflow. NaN stays NaN; infinities stay in
+e5m2 and become NaN in e4m3. The element formats and power-of-two block scales are those of the OCP 8-bit and
+Microscaling specifications.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""fp8 block encoding on the GPU: a lane converts eight elements, eight lanes share a scale; plain integer arithmetic, any GPU."""
+"""fp8 block encoding on the GPU: a lane converts eight elements, eight lanes share a scale; plain integer arithmetic,
+any GPU."""
 
 from __future__ import annotations
 
@@ -39,7 +40,9 @@ def _make_to_code(format_name: str) -> Callable[[float, float], int]:
     def to_code(value: float, inverse_scale: float) -> int:
         bits = f32_bits(mul_f32(value, inverse_scale))
         magnitude = uint32(bits & 0x7FFFFFFF)
-        code = uint32(uint32(uint32(magnitude + uint32(half_less_one + uint32(uint32(magnitude >> shift) & 1))) >> shift) - rebias)
+        code = uint32(
+            uint32(uint32(magnitude + uint32(half_less_one + uint32(uint32(magnitude >> shift) & 1))) >> shift) - rebias
+        )
         if magnitude < smallest_normal:
             code = round_to_i32(mul_f32(f32_from_bits(magnitude), f32_from_bits(uint32(steps_per_unit_bits))))
         if magnitude == 0x7F800000:

@@ -52,7 +52,9 @@ def decode(head: Bytes, dtype: torch.dtype, fp8_format: Fp8Format, layout: Layou
     codes = head[: layout.numel].astype(np.int64)
     magnitude = codes & 0x7F
     # An fp32 whose exponent field is the code's, times 2^(127 - bias): exact, subnormals included.
-    plain = (magnitude << fp8_format.shift).astype(np.uint32).view(np.float32) * np.float32(2.0 ** (127 - fp8_format.bias))
+    plain = (magnitude << fp8_format.shift).astype(np.uint32).view(np.float32) * np.float32(
+        2.0 ** (127 - fp8_format.bias)
+    )
     values = finite_product(plain, np.repeat(scales.astype(np.float32), BLOCK_ELEMENTS)[: layout.numel])
     infinite = (magnitude == fp8_format.infinity_code) & fp8_format.has_infinity
     is_nan = magnitude > 0x7C if fp8_format.has_infinity else magnitude == fp8_format.nan_code

@@ -1,7 +1,7 @@
 """Index narrowing: int64 indices stored in 1, 2 or 4 bytes (lossless, fixed rate: 8x, 4x, 2x).
 
-Choose the width whose range the producing op guarantees (narrow8: 0..255, narrow16: 0..65535, narrow32: -2^31..2^31-1). A value outside it is an error:
-raised at once on the CPU, reported by `raise_if_corrupt` on CUDA.
+Choose the width whose range the producing op guarantees (narrow8: 0..255, narrow16: 0..65535, narrow32:
+-2^31..2^31-1). A value outside it is an error: raised at once on the CPU, reported by `raise_if_corrupt` on CUDA.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Narrow(FlatCodec):
         bounds = np.iinfo(self.stored_dtype)
         if values.size and (values.min() < bounds.min or values.max() > bounds.max):
             raise CodecError(
-                f"codec {self.name!r} encode: indices span {values.min()} to {values.max()}, allowed are {bounds.min} to "
-                f"{bounds.max}; use a wider narrow codec or none"
+                f"codec {self.name!r} encode: indices span {values.min()} to {values.max()}, allowed are "
+                f"{bounds.min} to {bounds.max}; use a wider narrow codec or none"
             )
         head[: values.size * self.width].view(self.stored_dtype)[:] = values
 

@@ -1,7 +1,8 @@
 """Zero-value compression on the GPU: one warp per tile of 4 KiB, no work across tiles.
 
-Encode: every lane loads one unit (eight elements), makes its mask byte, learns its place from a warp scan, and drops its
-non-zero elements into shared memory; the warp then writes mask, values and count with 16-byte stores. Decode is the mirror image.
+Encode: every lane loads one unit (eight elements), makes its mask byte, learns its place from a warp scan, and drops
+its non-zero elements into shared memory; the warp then writes mask, values and count with 16-byte stores. Decode is
+the mirror image.
 """
 
 from __future__ import annotations
@@ -98,7 +99,8 @@ def make_encode(width: int) -> Callable[..., None]:
 def make_decode(width: int) -> Callable[..., None]:
     """Kernel (head, planes_offset, tail, target, numel, tiles, status) for elements of `width` bytes.
 
-    A wrong header or a count that disagrees with its mask sets *status and gives zeros; nothing outside the slot is read.
+    A wrong header or a count that disagrees with its mask sets *status and gives zeros; nothing outside the slot is
+    read.
     """
     tile_elements = TILE_BYTES // width
     mask_bytes = tile_elements // 8
@@ -108,9 +110,7 @@ def make_decode(width: int) -> Callable[..., None]:
     iterations = tile_elements // 256
     mask_words_per_lane = mask_bytes // 128
 
-    def zvc_decode(
-        head: int, planes_offset: int, tail: int, target: int, numel: int, tiles: int, status: int
-    ) -> None:
+    def zvc_decode(head: int, planes_offset: int, tail: int, target: int, numel: int, tiles: int, status: int) -> None:
         lane = uint32(thread_index() & 31)
         warp = uint32(thread_index() >> 5)
         warps = uint32(block_size() >> 5)

@@ -1,7 +1,7 @@
 """Zero-value compression in NumPy: the definition of the format, and the codec of CPU tensors.
 
-Per tile of 4 KiB: a bit mask in the head (bit i of the tile's mask: element i is not all zero bits), the non-zero elements in
-order in the tile's slot, and their number in the tile's word. -0.0 has a non-zero bit and is kept.
+Per tile of 4 KiB: a bit mask in the head (bit i of the tile's mask: element i is not all zero bits), the non-zero
+elements in order in the tile's slot, and their number in the tile's word. -0.0 has a non-zero bit and is kept.
 """
 
 from __future__ import annotations

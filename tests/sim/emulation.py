@@ -1,10 +1,11 @@
-"""Runs the Numba-CUDA kernels on a machine without a GPU: every lane is a Python generator, a warp collective is a yield.
+"""Runs the Numba-CUDA kernels on a machine without a GPU: every lane is a Python generator, a warp collective is a
+yield.
 
-A kernel's source is rewritten so that each call to a warp collective (ballot, shuffle, warp_sync) becomes a `yield`, and each call
-to a helper that contains one becomes a `yield from`. A warp then runs its 32 generators from collective to collective, which also
-proves that all lanes reach the same one. Global memory is a set of buffers at made-up 64-bit addresses: an access that is out
-of bounds or misaligned raises. Shared memory starts poisoned. The order of the lanes is an argument, because a missing
-warp_sync shows up as a result that depends on it.
+A kernel's source is rewritten so that each call to a warp collective (ballot, shuffle, warp_sync) becomes a `yield`,
+and each call to a helper that contains one becomes a `yield from`. A warp then runs its 32 generators from collective
+to collective, which also proves that all lanes reach the same one. Global memory is a set of buffers at made-up
+64-bit addresses: an access that is out of bounds or misaligned raises. Shared memory starts poisoned. The order of
+the lanes is an argument, because a missing warp_sync shows up as a result that depends on it.
 """
 
 from __future__ import annotations

@@ -83,7 +83,8 @@ def test_stochastic_rounding_is_unbiased(name: str) -> None:
     draws = [reference_decode(codec, reference_encode(codec, source, seed), 64, torch.float32) for seed in range(2000)]
     mean = torch.stack(draws).double().mean(0)
 
-    # The mean of 2000 draws has a deviation of at most step / 2 / sqrt(2000); six of them over 64 elements never fail by chance.
+    # The mean of 2000 draws has a deviation of at most step / 2 / sqrt(2000); six of them over 64 elements never fail
+    # by chance.
     assert float((mean - source.double()).abs().max()) < 6 * step / 2 / 2000**0.5
     assert not torch.equal(draws[0], draws[1])
 

@@ -34,7 +34,9 @@ def used_parts_agree(kernel: Encoded, reference: Encoded, numel: int, dtype: tor
     slots = (kernel.tail.reshape(layout.tiles, -1), reference.tail.reshape(layout.tiles, -1))
     return (
         np.array_equal(kernel.head[:20], reference.head[:20])
-        and np.array_equal(kernel.head[layout.words_offset : words_end], reference.head[layout.words_offset : words_end])
+        and np.array_equal(
+            kernel.head[layout.words_offset : words_end], reference.head[layout.words_offset : words_end]
+        )
         and np.array_equal(
             kernel.head[layout.planes_offset : planes_end], reference.head[layout.planes_offset : planes_end]
         )
@@ -56,7 +58,9 @@ def test_kernel_writes_what_the_reference_writes(dtype: torch.dtype, numel: int,
     assert same_bits(decoded, source)
 
 
-@pytest.mark.parametrize("launch", [Launch(1, 32), Launch(3, 256), Launch(2, 64, reverse=True), Launch(1, 64, False, 4)])
+@pytest.mark.parametrize(
+    "launch", [Launch(1, 32), Launch(3, 256), Launch(2, 64, reverse=True), Launch(1, 64, False, 4)]
+)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_result_does_not_depend_on_geometry_lane_order_or_alignment(launch: Launch, dtype: torch.dtype) -> None:
     source = activations(2500, dtype, density=0.9)

@@ -38,7 +38,9 @@ def test_kernel_writes_what_the_reference_writes(name: str, numel: int, launch: 
 
     encoded = kernel_encode(codec, source, launch)
 
-    used = numel * codec.layout(1, torch.int64).tile_elements // 512 * {"narrow8": 1, "narrow16": 2, "narrow32": 4}[name]
+    used = (
+        numel * codec.layout(1, torch.int64).tile_elements // 512 * {"narrow8": 1, "narrow16": 2, "narrow32": 4}[name]
+    )
     assert encoded.status == 0
     assert np.array_equal(encoded.head[:used], reference_encode(codec, source).head[:used])
     assert same_bits(kernel_decode(codec, encoded, numel, torch.int64, launch)[0], source)

@@ -1,4 +1,5 @@
-"""Kernels compile to PTX without a GPU, for every supported compute capability, free of 64-bit floats and local memory."""
+"""Kernels compile to PTX without a GPU, for every supported compute capability, free of 64-bit floats and local
+memory."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ def kernel_key(name: str, direction: str) -> KernelKey:
 @pytest.mark.parametrize("name", codec_names())
 @pytest.mark.parametrize("direction", ["encode", "decode"])
 def test_kernel_compiles_clean(name: str, direction: str) -> None:
-    """A 64-bit float in the PTX means that integer types were mixed up; .local means an array was not kept in registers."""
+    """A 64-bit float in the PTX means that integer types were mixed up; .local means an array was not kept in
+    registers."""
     ptx = compile_ptx(kernel_key(name, direction), (9, 0))
 
     parameters = ptx.split(".entry", 1)[1].split(")", 1)[0]

@@ -1,0 +1,529 @@
+"""Codec kernels against the plain copy: python -m benchmarks.codecs [--out benchmarks/results] [--size-mib 256]
+
+Every kernel is checked against its reference first. Each section fails alone: its traceback is printed and its row
+says so. Multiples are of the best plain copy (registered huge pages) of the same run. GB are 1e9 bytes of the plain
+tensor.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import importlib
+import json
+import multiprocessing
+import os
+import platform
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.codec_data import trained_activations
+from benchmarks.codec_timing import Pipeline, Rates, encoded_buffers, median_ms, plain_rates, registered_buffer
+from fxhome.cuda_kernels import Codec, codec_by_name, codec_names, raise_if_corrupt
+from fxhome.cuda_kernels.codec import as_unsigned
+from fxhome.cuda_kernels.flat import FlatCodec
+from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, clear_geometry, set_geometry, size_class
+from fxhome.cuda_kernels.launch import KernelKey, cached_ptx
+from fxhome.cuda_kernels.tiled import TiledCodec
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclass
+class Report:
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)
+
+    def add(self, section: str, case: str, **values: Any) -> None:
+        row: dict[str, Any] = {"section": section, "case": case}
+        row.update({key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()})
+        self.rows.append(row)
+        print("  " + "  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
+
+    def section(self, name: str, body: Callable[[], None]) -> None:
+        """Run one section; a failure is reported and does not stop the rest."""
+        start = time.perf_counter()
+        print(f"== {name}", flush=True)
+        try:
+            body()
+            torch.cuda.synchronize()
+            raise_if_corrupt()
+        except Exception:
+            text = traceback.format_exc()
+            print(text, flush=True)
+            self.failures.append(f"{name}: {text.strip().splitlines()[-1]}")
+            self.add(name, "FAILED", error=text.strip().splitlines()[-1])
+        print(f"   {time.perf_counter() - start:.1f} s", flush=True)
+
+
+def random_tensor(numel: int, dtype: torch.dtype, zeros: float = 0.0) -> torch.Tensor:
+    """Device tensor of `dtype`; a share `zeros` of it is zero (bool: False)."""
+    if dtype == torch.bool:
+        return torch.rand(numel, device="cuda") >= 0.5
+    if dtype == torch.int64:
+        return torch.randint(0, 256, (numel,), device="cuda")
+    values = torch.randn(numel, device="cuda") * 3
+    if zeros:
+        values[torch.rand(numel, device="cuda") < zeros] = 0
+    return values.to(dtype)
+
+
+def kernel_keys(name: str) -> set[KernelKey]:
+    codec = codec_by_name(name)
+    assert isinstance(codec, TiledCodec | FlatCodec)
+    dtypes = [dtype for dtype in codec.dtypes if dtype in (*FLOATS, torch.bool, torch.int64)]
+    return {codec.kernel_key(direction, dtype) for direction in ("encode", "decode") for dtype in dtypes}
+
+
+def compile_all() -> None:
+    """Fill the PTX cache from many processes, so that no timing below waits for Numba."""
+    capability = torch.cuda.get_device_capability()
+    keys = sorted(set().union(*map(kernel_keys, codec_names())), key=str)
+    workers = max(1, min(16, os.cpu_count() or 1))
+    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
+        for future in [pool.submit(cached_ptx, key, capability) for key in keys]:
+            future.result()
+
+
+def check_codec(name: str, dtype: torch.dtype, report: Report) -> None:
+    """The kernel's decode equals the reference's, and both parts of the encoding are interchangeable between them."""
+    codec = codec_by_name(name)
+    for numel in (1, 4097, 300_007):
+        source = random_tensor(numel, dtype, 0.5 if name == "zvc" else 0.1)
+        if codec.lossless and dtype.is_floating_point and numel > 100:
+            source[5:9] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42], device="cuda").to(dtype)
+        size_bytes = codec.worst_case_bytes(numel, dtype)
+        encoded = torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
+        decoded = torch.full_like(source, 1)
+        codec.encode(source, encoded)
+        codec.decode(encoded, decoded)
+        reference = torch.zeros(size_bytes, dtype=torch.uint8)
+        expected = torch.zeros(numel, dtype=dtype)
+        codec.encode(source.cpu(), reference)
+        codec.decode(reference, expected)
+        torch.cuda.synchronize()
+        raise_if_corrupt()
+        assert raw_equal(decoded.cpu(), expected), f"{name} {dtype} {numel}: kernel decode differs from the reference"
+        if codec.lossless:
+            assert raw_equal(decoded.cpu(), source.cpu()), f"{name} {dtype} {numel}: not lossless"
+        crossed = torch.zeros(numel, dtype=dtype)
+        codec.decode(encoded.cpu(), crossed)
+        assert raw_equal(crossed, expected), f"{name} {dtype} {numel}: reference cannot read the kernel's encoding"
+        codec.decode(reference.cuda(), decoded.fill_(1))
+        torch.cuda.synchronize()
+        assert raw_equal(decoded.cpu(), expected), (
+            f"{name} {dtype} {numel}: kernel cannot read the reference's encoding"
+        )
+        again = torch.full_like(encoded, 0x5A)
+        codec.encode(source, again)
+        codec.decode(again, decoded.fill_(1))
+        assert raw_equal(decoded.cpu(), expected), f"{name} {dtype} {numel}: a second encoding differs"
+    report.add("correct", f"{name} {dtype}", ok=True)
+
+
+def raw_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
+    size = left.dtype.itemsize
+    to_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
+    numpy_left, numpy_right = left.view(to_int).numpy(), right.view(to_int).numpy()
+    return bool(
+        np.array_equal(as_unsigned(numpy_left.view(np.uint8), size), as_unsigned(numpy_right.view(np.uint8), size))
+    )
+
+
+class Bench:
+    def __init__(self, report: Report, size_bytes: int) -> None:
+        self.report = report
+        self.size_bytes = size_bytes
+        self.host = registered_buffer(2 * size_bytes + (64 << 20))
+        self.rates = Rates(1, 1, 1)
+        self.dense_tensor = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+
+    def plain(self) -> None:
+        self.rates = plain_rates(self.host, self.size_bytes)
+        self.report.add(
+            "plain copy", "registered huge pages", to_host_gbs=self.rates.to_host, from_host_gbs=self.rates.from_host,
+            on_device_gbs=self.rates.on_device,
+        )  # fmt: skip
+
+    def transfers(self, section: str, case: str, name: str, source: torch.Tensor) -> None:
+        """To host and back, three ways: all by the kernel, head by copy engine, and the latter in overlapping
+        pieces."""
+        codec = codec_by_name(name)
+        plain_bytes = source.numel() * source.dtype.itemsize
+        target = torch.empty_like(source)
+        buffers = encoded_buffers(codec, source, self.host)
+
+        def staged_encode() -> None:
+            codec.encode(source, buffers.head_device, tail=buffers.tail_host)
+            buffers.head_host.copy_(buffers.head_device, non_blocking=True)
+
+        def staged_decode() -> None:
+            buffers.head_device.copy_(buffers.head_host, non_blocking=True)
+            codec.decode(buffers.head_device, target, tail=buffers.tail_host)
+
+        ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
+            (
+                "direct",
+                lambda: codec.encode(source, buffers.head_host, tail=buffers.tail_host),
+                lambda: codec.decode(buffers.head_host, target, tail=buffers.tail_host),
+            ),
+            ("staged", staged_encode, staged_decode),
+        ]
+        for way, encode, decode in ways:
+            self._add(
+                section, f"{case} {way}", plain_bytes, median_ms(encode), self._decoded(decode, codec, source, target)
+            )
+        observed = codec.observed_bytes(buffers.head_host, source.numel(), source.dtype)
+        pipeline = Pipeline(codec, source, self.host)
+        pieces = [piece for piece in torch.split(target.view(-1), pipeline.pieces[0].numel())]
+        encode_ms = median_ms(pipeline.to_host)
+        decode_ms = self._decoded(lambda: pipeline.from_host(pieces), codec, source, target)
+        self._add(section, f"{case} pipelined", plain_bytes, encode_ms, decode_ms, ratio=plain_bytes / observed)
+
+    def _decoded(self, decode: Callable[[], None], codec: Codec, source: torch.Tensor, target: torch.Tensor) -> float:
+        target.fill_(1)
+        milliseconds = median_ms(decode)
+        raise_if_corrupt()
+        if codec.lossless:
+            assert torch.equal(target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)), "decoded differs"
+        return milliseconds
+
+    def _add(
+        self, section: str, case: str, plain_bytes: int, encode_ms: float, decode_ms: float, **more: float
+    ) -> None:
+        to_host, from_host = plain_bytes / encode_ms / 1e6, plain_bytes / decode_ms / 1e6
+        self.report.add(
+            section, case, to_host_gbs=to_host, from_host_gbs=from_host, to_host_x=to_host / self.rates.to_host,
+            from_host_x=from_host / self.rates.from_host, **more,
+        )  # fmt: skip
+
+    def zvc(self) -> None:
+        for dtype, zeros in ((torch.float32, 0.6), (torch.float32, 0.8), (torch.float32, 0.9), (torch.bfloat16, 0.6)):
+            source = random_tensor(self.size_bytes // dtype.itemsize, dtype, zeros)
+            self.transfers("zvc", f"{dtype} {zeros:.0%} zeros".replace("torch.", ""), "zvc", source)
+
+    def alternatives(self) -> None:
+        """CSR and RLE on the same tensors: does zvc mostly win?"""
+        source = random_tensor(self.size_bytes // 4, torch.float32, 0.8)
+        for name in ("csr", "rle"):
+            if name in codec_names():
+                self.transfers(name, "float32 80% zeros", name, source)
+
+    def masks(self) -> None:
+        self.transfers("bitpack", "bool", "bitpack", random_tensor(self.size_bytes, torch.bool))
+        indices = random_tensor(self.size_bytes // 8, torch.int64)
+        for name in ("narrow8", "narrow32"):
+            self.transfers("narrow", f"int64 {name}", name, indices)
+
+    def dense(self) -> None:
+        activations = trained_activations()
+        codec = codec_by_name("exponent")
+        plain_bytes = observed = 0
+        for tensor in activations.tensors:
+            head = torch.empty(codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cuda")
+            codec.encode(tensor.view(-1), head)
+            plain_bytes += 2 * tensor.numel()
+            observed += codec.observed_bytes(head.cpu(), tensor.numel(), tensor.dtype)
+        self.report.add(
+            "exponent", f"{len(activations.tensors)} saved bf16 tensors after training", loss=activations.loss,
+            ratio=plain_bytes / observed, plain_mib=plain_bytes >> 20,
+        )  # fmt: skip
+        flat = torch.cat([tensor.view(-1) for tensor in activations.tensors])[: self.size_bytes // 2].contiguous()
+        del activations
+        self.dense_tensor = flat
+        self.transfers("exponent", "trained bf16", "exponent", flat)
+        for dtype in (torch.float32, torch.float16):
+            self.transfers(
+                "exponent", f"normal {dtype}", "exponent", random_tensor(self.size_bytes // dtype.itemsize, dtype)
+            )
+
+    def lossy(self) -> None:
+        source = random_tensor(self.size_bytes // 2, torch.bfloat16)
+        for name in ("fp8_e4m3", "fp8_e5m2", "int8", "int4"):
+            self.transfers("lossy", f"bf16 {name}", name, source)
+
+    def on_device(self) -> None:
+        """Share of the device-to-device copy rate, bytes read + written."""
+        cases: list[tuple[str, torch.dtype, float]] = [
+            ("zvc", torch.float32, 0.6), ("zvc", torch.bfloat16, 0.6), ("zvc", torch.bool, 0.5),
+            ("bitpack", torch.bool, 0), ("narrow8", torch.int64, 0), ("narrow32", torch.int64, 0),
+            ("exponent", torch.bfloat16, 0), ("exponent", torch.float32, 0), ("exponent", torch.float16, 0),
+            ("fp8_e4m3", torch.bfloat16, 0), ("fp8_e5m2", torch.bfloat16, 0), ("fp8_e4m3", torch.float32, 0),
+            ("int8", torch.bfloat16, 0), ("int4", torch.bfloat16, 0), ("int4", torch.float32, 0),
+        ]  # fmt: skip
+        for name, dtype, zeros in cases:
+            codec = codec_by_name(name)
+            source = random_tensor(self.size_bytes // dtype.itemsize, dtype, zeros)
+            target = torch.empty_like(source)
+            encoded = torch.empty(codec.worst_case_bytes(source.numel(), dtype), dtype=torch.uint8, device="cuda")
+            encode_ms = median_ms(lambda: codec.encode(source, encoded))  # noqa: B023  called before the loop moves on
+            decode_ms = median_ms(lambda: codec.decode(encoded, target))  # noqa: B023  called before the loop moves on
+            moved = self.size_bytes + codec.observed_bytes(encoded.cpu(), source.numel(), dtype)
+            self.report.add(
+                "on device", f"{name} {dtype}", encode_gbs=moved / encode_ms / 1e6, decode_gbs=moved / decode_ms / 1e6,
+                encode_share=moved / encode_ms / 1e6 / self.rates.on_device,
+                decode_share=moved / decode_ms / 1e6 / self.rates.on_device,
+            )  # fmt: skip
+
+    def geometry(self) -> None:
+        """How many blocks a kernel needs when the encoded bytes are in host memory, and on the device."""
+        source = random_tensor(self.size_bytes // 4, torch.float32, 0.6)
+        self._sweep("zvc", source, host_side=True, blocks=(16, 32, 64, 132, 264, 528, 1056))
+        self._sweep("zvc", source, host_side=False, blocks=(132, 264, 528, 1056, 2112, 4224))
+        dense = random_tensor(self.size_bytes // 2, torch.bfloat16)
+        self._sweep("exponent", dense, host_side=True, blocks=(32, 132, 528, 1056))
+        self._sweep("exponent", dense, host_side=False, blocks=(264, 528, 1056, 2112, 4224))
+        self._sweep("fp8_e4m3", dense, host_side=False, blocks=(528, 1056, 2112, 4224, 16896))
+        self._sweep("bitpack", random_tensor(self.size_bytes, torch.bool), host_side=True, blocks=(16, 32, 132, 528))
+
+    def _sweep(self, name: str, source: torch.Tensor, host_side: bool, blocks: tuple[int, ...]) -> None:
+        codec = codec_by_name(name)
+        target = torch.empty_like(source)
+        buffers = encoded_buffers(codec, source, self.host)
+        head, tail = (buffers.head_host, buffers.tail_host) if host_side else (buffers.head_device, buffers.tail_device)
+        size_bytes = source.numel() * source.dtype.itemsize
+        for threads in (256, 128) if not host_side else (256,):
+            for count in blocks:
+                for direction in ("encode", "decode"):
+                    key = GeometryKey(name, direction, source.dtype.itemsize, host_side, size_class(size_bytes))
+                    set_geometry(source.device.index or 0, key, Geometry(count, threads))
+                encode_ms = median_ms(lambda: codec.encode(source, head, tail=tail), 3, 1)
+                decode_ms = median_ms(lambda: codec.decode(head, target, tail=tail), 3, 1)
+                self.report.add(
+                    "geometry", f"{name} {'host' if host_side else 'device'} {count} x {threads}",
+                    encode_gbs=size_bytes / encode_ms / 1e6, decode_gbs=size_bytes / decode_ms / 1e6,
+                )  # fmt: skip
+        clear_geometry()
+
+    def host_overhead(self) -> None:
+        """Host microseconds per call, without waiting for the device."""
+        for name, dtype in (("zvc", torch.float32), ("bitpack", torch.bool), ("fp8_e4m3", torch.bfloat16)):
+            codec = codec_by_name(name)
+            source = random_tensor(4096, dtype)
+            encoded = self.host[: codec.worst_case_bytes(4096, dtype)]
+            codec.encode(source, encoded)
+            codec.decode(encoded, source)
+            torch.cuda.synchronize()
+            calls = 300
+            start = time.perf_counter()
+            for _ in range(calls):
+                codec.encode(source, encoded)
+            middle = time.perf_counter()
+            torch.cuda.synchronize()
+            again = time.perf_counter()
+            for _ in range(calls):
+                codec.decode(encoded, source)
+            end = time.perf_counter()
+            self.report.add(
+                "host overhead", name, encode_us=(middle - start) / calls * 1e6, decode_us=(end - again) / calls * 1e6
+            )
+
+    def slowdown(self) -> None:
+        """How much longer matrix products and device copies take while a codec keeps running on another stream."""
+        left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
+        plain = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        copied = torch.empty_like(plain)
+
+        def products() -> None:
+            for _ in range(60):
+                torch.mm(left, left)
+
+        def copies() -> None:
+            for _ in range(150):
+                copied.copy_(plain)
+
+        source = random_tensor(self.size_bytes // 4, torch.float32, 0.6)
+        dense = random_tensor(self.size_bytes // 2, torch.bfloat16)
+        side = torch.cuda.Stream()
+        for name, tensor in (("zvc", source), ("exponent", dense), ("fp8_e4m3", dense)):
+            codec = codec_by_name(name)
+            buffers = encoded_buffers(codec, tensor, self.host)
+            target = torch.empty_like(tensor)
+            encode = functools.partial(codec.encode, tensor, buffers.head_host, tail=buffers.tail_host)
+            decode = functools.partial(codec.decode, buffers.head_host, target, tail=buffers.tail_host)
+            for direction, action in (("encode", encode), ("decode", decode)):
+                for work_name, work in (("matmul", products), ("copy", copies)):
+                    alone = median_ms(work, 3, 1)
+                    torch.cuda.synchronize()
+                    with torch.cuda.stream(side):
+                        for _ in range(12):
+                            action()
+                    busy = median_ms_unsynchronised(work)
+                    torch.cuda.synchronize()
+                    self.report.add(
+                        "slowdown", f"{name} {direction} host, {work_name}", factor=busy / alone, alone_ms=alone
+                    )
+
+    def nvcomp(self) -> None:
+        nvcomp: Any = importlib.import_module("nvidia.nvcomp")
+
+        tensors = {
+            "float32 60% zeros": (random_tensor(self.size_bytes // 4, torch.float32, 0.6), "zvc"),
+            "bool": (random_tensor(self.size_bytes, torch.bool), "bitpack"),
+            "trained bf16": (self.dense_tensor, "exponent"),
+        }
+        for case, (tensor, ours) in tensors.items():
+            codec = codec_by_name(ours)
+            size_bytes = tensor.numel() * tensor.dtype.itemsize
+            encoded = torch.empty(
+                codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cuda"
+            )
+            target = torch.empty_like(tensor)
+            encode_ms = median_ms(lambda: codec.encode(tensor, encoded))  # noqa: B023  called before the loop moves on
+            decode_ms = median_ms(lambda: codec.decode(encoded, target))  # noqa: B023  called before the loop moves on
+            observed = codec.observed_bytes(encoded.cpu(), tensor.numel(), tensor.dtype)
+            self.report.add(
+                "nvcomp", f"{case}: ours ({ours})", ratio=size_bytes / observed,
+                encode_gbs=size_bytes / encode_ms / 1e6, decode_gbs=size_bytes / decode_ms / 1e6,
+            )  # fmt: skip
+            raw = tensor.view(torch.uint8) if tensor.dtype == torch.bool else tensor.view(-1).view(torch.uint8)
+            for algorithm, data_type in (("ANS", "|u1"), ("ANS", "<f2"), ("Bitcomp", "|u1"), ("Bitcomp", "<u2")):
+                try:
+                    theirs = nvcomp.Codec(algorithm=algorithm, data_type=data_type)
+                    array = nvcomp.as_array(raw)
+                    compressed = theirs.encode(array)
+                    ratio = size_bytes / compressed.buffer_size
+                    times = (
+                        wall_ms(functools.partial(theirs.encode, array)),
+                        wall_ms(functools.partial(theirs.decode, compressed)),
+                    )
+                    self.report.add(
+                        "nvcomp", f"{case}: {algorithm} {data_type}", ratio=ratio,
+                        encode_gbs=size_bytes / times[0] / 1e6, decode_gbs=size_bytes / times[1] / 1e6,
+                    )  # fmt: skip
+                except Exception as error:
+                    self.report.add("nvcomp", f"{case}: {algorithm} {data_type}", error=repr(error)[:200])
+
+    def large(self) -> None:
+        """More than 2^31 elements: the last ones must survive."""
+        numel = (1 << 31) + 4099
+        mask = torch.zeros(numel, dtype=torch.bool, device="cuda")
+        mask[-5000::3] = True
+        codec = codec_by_name("bitpack")
+        encoded = torch.empty(codec.encoded_bytes(numel, torch.bool), dtype=torch.uint8, device="cuda")
+        target = torch.ones_like(mask)
+        codec.encode(mask, encoded)
+        codec.decode(encoded, target)
+        assert torch.equal(mask, target)
+        zvc = codec_by_name("zvc")
+        encoded = torch.empty(zvc.worst_case_bytes(numel, torch.bool), dtype=torch.uint8, device="cuda")
+        zvc.encode(mask, encoded)
+        zvc.decode(encoded, target.fill_(True))
+        assert torch.equal(mask, target)
+        self.report.add("large", f"{numel} bools", ok=True)
+
+    def corrupted(self) -> None:
+        """A bad count is reported through the status flag."""
+        codec = codec_by_name("zvc")
+        source = random_tensor(100_000, torch.float32, 0.5)
+        encoded = torch.empty(codec.worst_case_bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cuda")
+        codec.encode(source, encoded)
+        encoded[128:132] = 0xFF
+        codec.decode(encoded, source)
+        torch.cuda.synchronize()
+        try:
+            raise_if_corrupt()
+        except ValueError as error:
+            self.report.add("corrupted", "zvc count", reported=str(error)[:80])
+            return
+        raise AssertionError("a corrupted count went unnoticed")
+
+
+def median_ms_unsynchronised(work: Callable[[], None]) -> float:
+    """One timing by events, started at once: the device is meant to be busy."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end))
+
+
+def wall_ms(action: Callable[[], object], repeats: int = 5) -> float:
+    """Median wall milliseconds of a call that may use streams of its own."""
+    times = []
+    for _ in range(repeats):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        action()
+        torch.cuda.synchronize()
+        times.append((time.perf_counter() - start) * 1e3)
+    return sorted(times)[repeats // 2]
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "absent"
+
+
+def environment() -> dict[str, str]:
+    packages = ("torch", "numba", "numba-cuda", "numpy", "nvidia-nvcomp-cu13")
+    return {
+        "device": torch.cuda.get_device_name(),
+        "cuda": str(torch.version.cuda),
+        "python": platform.python_version(),
+        "command": "python -m " + " ".join(["benchmarks.codecs", *sys.argv[1:]]),
+        **{name: package_version(name) for name in packages},
+    }
+
+
+def as_markdown(report: Report, facts: dict[str, str]) -> str:
+    lines = ["# Codecs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
+    for section in dict.fromkeys(row["section"] for row in report.rows):
+        rows = [row for row in report.rows if row["section"] == section]
+        columns = list(dict.fromkeys(key for row in rows for key in row if key != "section"))
+        lines += [f"## {section}", "", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
+        lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
+        lines.append("")
+    lines += ["## failed sections", "", *(f"- {failure}" for failure in report.failures or ["none"]), ""]
+    return "\n".join(lines)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
+    parser.add_argument("--size-mib", type=int, default=256)
+    parser.add_argument("--only", nargs="*", default=None, help="names of sections to run")
+    arguments = parser.parse_args()
+    started = time.perf_counter()
+    report = Report()
+    bench = Bench(report, arguments.size_mib << 20)
+
+    def correctness() -> None:
+        for name in codec_names():
+            for dtype in codec_by_name(name).dtypes:
+                if dtype in (*FLOATS, torch.bool, torch.int64):
+                    report.section(f"correct {name} {dtype}", lambda: check_codec(name, dtype, report))  # noqa: B023
+
+    sections: dict[str, Callable[[], None]] = {
+        "compile": compile_all, "plain": bench.plain, "correctness": correctness, "zvc": bench.zvc,
+        "masks": bench.masks, "dense": bench.dense, "lossy": bench.lossy, "on_device": bench.on_device,
+        "alternatives": bench.alternatives, "host_overhead": bench.host_overhead, "slowdown": bench.slowdown,
+        "geometry": bench.geometry, "nvcomp": bench.nvcomp, "large": bench.large, "corrupted": bench.corrupted,
+    }  # fmt: skip
+    for name, body in sections.items():
+        if arguments.only is None or name in (*arguments.only, "compile", "plain"):
+            report.section(name, body)
+    facts = {**environment(), "seconds": f"{time.perf_counter() - started:.0f}"}
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    (arguments.out / "codecs.md").write_text(as_markdown(report, facts))
+    (arguments.out / "codecs.json").write_text(json.dumps({"facts": facts, "rows": report.rows}, indent=1))
+    print(json.dumps(facts), flush=True)
+    print("FAILED: " + "; ".join(report.failures) if report.failures else "all sections passed", flush=True)
+    return 1 if report.failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
