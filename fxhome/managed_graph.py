@@ -96,6 +96,7 @@ class ManagedGraph:
         self._outside_bytes = 0
         self._between_bytes = 0
         self._first_resident = 0
+        self._replan = False
         self._announced: set[str] = set()
         ledger.register(self)
 
@@ -158,6 +159,9 @@ class ManagedGraph:
 
     def _choose(self, resident: int) -> Variant:
         latest = self.variants[-1]
+        if self._replan:
+            self._replan = False
+            return self._add_variant(resident)
         if latest.fits(resident):
             return latest
         for variant in self.variants:
@@ -288,11 +292,9 @@ class ManagedGraph:
             f"the measured peak {format_bytes(session.peak_bytes)} is {format_bytes(over)} over the budget of "
             f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: planning again",
         )
+        # Planned at the next forward: autograd is off in here, so tracing would not see a training step.
         self._outside_bytes = max(self._outside_bytes, outside, over if outside == 0 else 0)
-        try:
-            self._add_variant(session.entry_bytes)
-        except FxhomeError as error:
-            self.refusal = error
+        self._replan = True
 
 
 def _compiled_node(outputs: Any, depth: int = 3) -> Any:

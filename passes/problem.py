@@ -8,6 +8,10 @@ import numpy as np
 from fxhome.passes.facts import GraphFacts, StorageFacts
 from fxhome.passes.simulate import KEEP, PLACEMENTS, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, SimArrays
 
+# A result this many times smaller than a sibling of the same operator (batch norm's statistics beside its output) is not
+# rebuilt: while its operator ran again, the sibling would be allocated for it.
+SIBLING_RATIO = 64
+
 # Below this, moving or rebuilding a storage frees less than one allocator block and costs a launch each way.
 SMALL_BYTES = 4096
 
@@ -90,4 +94,9 @@ def build_problem(
         outside_bytes=np.array([outside_bytes, between_bytes], np.int64),
     )
     allowed = np.array([allowed_placements(s, allow) for s in facts.storages], bool).reshape(-1, PLACEMENTS)
+    for siblings in facts.owns:
+        largest = max((facts.storages[s].size_bytes for s in siblings), default=0)
+        for s in siblings:
+            if facts.storages[s].size_bytes * SIBLING_RATIO <= largest and allowed[s, KEEP]:
+                allowed[s, [RECOMPUTE, RECOMPUTE_EACH]] = False
     return Problem(arrays, link, allowed, np.array(facts.group, np.int32))
