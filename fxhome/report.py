@@ -32,8 +32,10 @@ def render(plans: Plan | Iterable[Plan], console: Console) -> None:
 
 def render_run(report: RunReport, console: Console) -> None:
     """Print the plain and the planned run side by side."""
-    title = f"{report.spec}, batch {report.batch_size}, {report.device}, inner {report.inner}"
-    table = Table(title=Text(title))
+    # Headings stand above the tables: a title inside would be broken at the table's width.
+    heading = f"{report.spec}, batch {report.batch_size}, {report.device}, inner {report.inner}"
+    console.print(heading, markup=False, highlight=False)
+    table = Table()
     table.add_column("")
     table.add_column("without fxhome", justify="right")
     table.add_column("with fxhome", justify="right")
@@ -44,7 +46,8 @@ def render_run(report: RunReport, console: Console) -> None:
         table.add_row("peak measured", "does not fit", format_bytes(planned.peak_bytes))
     else:
         table.add_row("peak measured", format_bytes(plain.peak_bytes), format_bytes(planned.peak_bytes))
-    table.add_row("reserved", _reserved(plain), _reserved(planned))
+    if planned.reserved_bytes is not None:
+        table.add_row("reserved", _reserved(plain), _reserved(planned))
     table.add_row("step time (median)", _step(plain), _step(planned))
     table.add_row("step time predicted", "-", format_seconds(plan.predicted_step_seconds))
     table.add_row("loss (last step)", _loss(plain), _loss(planned))
@@ -86,7 +89,8 @@ def placed_bytes(plan: Plan) -> dict[str, int]:
 def _render_plan(plan: Plan, title: str, console: Console) -> None:
     kind = f"estimated {title}" if plan.estimated else title
     heading = f"{kind}: graph {plan.graph_fingerprint[:12]}, inner {plan.inner}, asked {plan.asked}"
-    promise = Table(title=Text(heading))
+    console.print(heading, markup=False, highlight=False)
+    promise = Table()
     for column in ("", "asked", "predicted", "measured"):
         promise.add_column(column, justify="left" if not column else "right")
     for row in promise_rows(plan):

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -42,8 +43,11 @@ def train(
     seed: int,
     device: torch.device,
     title: str,
-) -> tuple[Training, dict[str, torch.Tensor]]:
-    """Run one warm-up, `num_steps` timed steps and one metered step; return the figures and the first step's gradients.
+    gradients_path: Path,
+) -> Training:
+    """Run one warm-up, `num_steps` timed steps and one metered step; write the first step's gradients to a file.
+
+    They go to a file because tensors that were kept would count as resident memory in every step after the first.
 
     `step(*inputs)` gives the scalar loss of `model`, or of what was compiled from it. The optimizer is plain SGD, which
     holds no state; it runs outside the timed and metered part, as in the promise of a plan. Random ops see the same
@@ -52,7 +56,6 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=_LEARNING_RATE)
     losses: list[float] = []
     seconds: list[float] = []
-    gradients: dict[str, torch.Tensor] = {}
 
     def forward_backward() -> None:
         torch.manual_seed(seed + len(losses))
@@ -68,23 +71,23 @@ def train(
             if index:
                 seconds.append(_now(device) - started)
             else:
-                gradients = _gradients(model)
+                _save_gradients(model, gradients_path)
             optimizer.step()
             advance()
         optimizer.zero_grad(set_to_none=True)
         peak_bytes, reserved_bytes = _measure(forward_backward, model, inputs, device)
         advance()
-    training = Training(
+    return Training(
         peak_bytes=peak_bytes,
         reserved_bytes=reserved_bytes,
         step_seconds=statistics.median(seconds),
         losses=tuple(losses),
     )
-    return training, gradients
 
 
-def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
-    """The largest absolute difference between two sets of gradients with the same names; nan when one holds a nan."""
+def largest_difference(first_path: Path, second_path: Path) -> float:
+    """The largest absolute difference between two files of gradients with the same names; nan when one holds a nan."""
+    first, second = (torch.load(path, mmap=True, map_location="cpu") for path in (first_path, second_path))
     assert first.keys() == second.keys()
     differences = [_difference(first[name], second[name]) for name in first]
     # max() would drop a nan that is not the first value.
@@ -97,10 +100,9 @@ def _difference(first: torch.Tensor, second: torch.Tensor) -> float:
     return (first.to(wide) - second.to(wide)).abs().max().item() if first.numel() else 0.0
 
 
-def _gradients(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copies of all gradients on the CPU, by parameter name."""
+def _save_gradients(model: nn.Module, path: Path) -> None:
     named = ((name, weight.grad) for name, weight in model.named_parameters())
-    return {name: gradient.detach().to("cpu", copy=True) for name, gradient in named if gradient is not None}
+    torch.save({name: gradient for name, gradient in named if gradient is not None}, path)
 
 
 def _measure(
