@@ -11,133 +11,21 @@ import argparse
 import functools
 import importlib
 import json
-import multiprocessing
-import os
-import platform
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
+from benchmarks.codec_checks import FLOATS, check_codec, compile_all, random_tensor
 from benchmarks.codec_data import trained_activations
+from benchmarks.codec_report import Report, as_markdown, environment
 from benchmarks.codec_timing import Pipeline, Rates, encoded_buffers, median_ms, plain_rates, registered_buffer
 from fxhome.cuda_kernels import Codec, codec_by_name, codec_names, raise_if_corrupt
-from fxhome.cuda_kernels.codec import as_unsigned
-from fxhome.cuda_kernels.flat import FlatCodec
+from fxhome.cuda_kernels.autotune import DeviceTimer, search_geometry, tune_device
 from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, clear_geometry, set_geometry, size_class
-from fxhome.cuda_kernels.launch import KernelKey, cached_ptx
-from fxhome.cuda_kernels.tiled import TiledCodec
-
-FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-@dataclass
-class Report:
-    rows: list[dict[str, Any]] = field(default_factory=list)
-    failures: list[str] = field(default_factory=list)
-
-    def add(self, section: str, case: str, **values: Any) -> None:
-        row: dict[str, Any] = {"section": section, "case": case}
-        row.update({key: round(value, 3) if isinstance(value, float) else value for key, value in values.items()})
-        self.rows.append(row)
-        print("  " + "  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
-
-    def section(self, name: str, body: Callable[[], None]) -> None:
-        """Run one section; a failure is reported and does not stop the rest."""
-        start = time.perf_counter()
-        print(f"== {name}", flush=True)
-        try:
-            body()
-            torch.cuda.synchronize()
-            raise_if_corrupt()
-        except Exception:
-            text = traceback.format_exc()
-            print(text, flush=True)
-            self.failures.append(f"{name}: {text.strip().splitlines()[-1]}")
-            self.add(name, "FAILED", error=text.strip().splitlines()[-1])
-        print(f"   {time.perf_counter() - start:.1f} s", flush=True)
-
-
-def random_tensor(numel: int, dtype: torch.dtype, zeros: float = 0.0) -> torch.Tensor:
-    """Device tensor of `dtype`; a share `zeros` of it is zero (bool: False)."""
-    if dtype == torch.bool:
-        return torch.rand(numel, device="cuda") >= 0.5
-    if dtype == torch.int64:
-        return torch.randint(0, 256, (numel,), device="cuda")
-    values = torch.randn(numel, device="cuda") * 3
-    if zeros:
-        values[torch.rand(numel, device="cuda") < zeros] = 0
-    return values.to(dtype)
-
-
-def kernel_keys(name: str) -> set[KernelKey]:
-    codec = codec_by_name(name)
-    assert isinstance(codec, TiledCodec | FlatCodec)
-    dtypes = [dtype for dtype in codec.dtypes if dtype in (*FLOATS, torch.bool, torch.int64)]
-    return {codec.kernel_key(direction, dtype) for direction in ("encode", "decode") for dtype in dtypes}
-
-
-def compile_all() -> None:
-    """Fill the PTX cache from many processes, so that no timing below waits for Numba."""
-    capability = torch.cuda.get_device_capability()
-    keys = sorted(set().union(*map(kernel_keys, codec_names())), key=str)
-    workers = max(1, min(16, os.cpu_count() or 1))
-    with ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("spawn")) as pool:
-        for future in [pool.submit(cached_ptx, key, capability) for key in keys]:
-            future.result()
-
-
-def check_codec(name: str, dtype: torch.dtype, report: Report) -> None:
-    """The kernel's decode equals the reference's, and both parts of the encoding are interchangeable between them."""
-    codec = codec_by_name(name)
-    for numel in (1, 4097, 300_007):
-        source = random_tensor(numel, dtype, 0.5 if name == "zvc" else 0.1)
-        if codec.lossless and dtype.is_floating_point and numel > 100:
-            source[5:9] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42], device="cuda").to(dtype)
-        size_bytes = codec.worst_case_bytes(numel, dtype)
-        encoded = torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
-        decoded = torch.full_like(source, 1)
-        codec.encode(source, encoded)
-        codec.decode(encoded, decoded)
-        reference = torch.zeros(size_bytes, dtype=torch.uint8)
-        expected = torch.zeros(numel, dtype=dtype)
-        codec.encode(source.cpu(), reference)
-        codec.decode(reference, expected)
-        torch.cuda.synchronize()
-        raise_if_corrupt()
-        assert raw_equal(decoded.cpu(), expected), f"{name} {dtype} {numel}: kernel decode differs from the reference"
-        if codec.lossless:
-            assert raw_equal(decoded.cpu(), source.cpu()), f"{name} {dtype} {numel}: not lossless"
-        crossed = torch.zeros(numel, dtype=dtype)
-        codec.decode(encoded.cpu(), crossed)
-        assert raw_equal(crossed, expected), f"{name} {dtype} {numel}: reference cannot read the kernel's encoding"
-        codec.decode(reference.cuda(), decoded.fill_(1))
-        torch.cuda.synchronize()
-        assert raw_equal(decoded.cpu(), expected), (
-            f"{name} {dtype} {numel}: kernel cannot read the reference's encoding"
-        )
-        again = torch.full_like(encoded, 0x5A)
-        codec.encode(source, again)
-        codec.decode(again, decoded.fill_(1))
-        assert raw_equal(decoded.cpu(), expected), f"{name} {dtype} {numel}: a second encoding differs"
-    report.add("correct", f"{name} {dtype}", ok=True)
-
-
-def raw_equal(left: torch.Tensor, right: torch.Tensor) -> bool:
-    size = left.dtype.itemsize
-    to_int = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[size]
-    numpy_left, numpy_right = left.view(to_int).numpy(), right.view(to_int).numpy()
-    return bool(
-        np.array_equal(as_unsigned(numpy_left.view(np.uint8), size), as_unsigned(numpy_right.view(np.uint8), size))
-    )
 
 
 class Bench:
@@ -364,6 +252,32 @@ class Bench:
                         "slowdown", f"{name} {direction} host, {work_name}", factor=busy / alone, alone_ms=alone
                     )
 
+    def autotune(self) -> None:
+        """Bayesian search against trying everything: what was found, in how many trials; then the tuning with its bar."""
+        timer = DeviceTimer(0, {4: torch.float32, 2: torch.bfloat16, 1: torch.bool})
+        cases = [("zvc", 4), ("exponent", 2)]
+        keys = [
+            GeometryKey(name, direction, itemsize, host_side, 26)
+            for name, itemsize in cases
+            for host_side in (True, False)
+            for direction in ("encode", "decode")
+        ]
+        for key in keys:
+            for method in ("exhaustive", "bayesian"):
+                start = time.perf_counter()
+                geometry, result = search_geometry(key, timer, method=method)
+                self.report.add(
+                    "autotune", f"{key.codec} {key.direction} {'host' if key.host_side else 'device'}: {method}",
+                    best_us=result.best_cost * 1e6, kept=f"{geometry.blocks} x {geometry.threads}",
+                    kept_us=timer(key, geometry) * 1e6, trials=len(result.costs), stopped_by=result.stopped_by,
+                    seconds=time.perf_counter() - start,
+                )  # fmt: skip
+            clear_geometry()
+        start = time.perf_counter()
+        path = tune_device(0, keys, seconds=20)
+        self.report.add("autotune", "tune_device, all of these", seconds=time.perf_counter() - start, file=path.name)
+        clear_geometry()
+
     def nvcomp(self) -> None:
         nvcomp: Any = importlib.import_module("nvidia.nvcomp")
 
@@ -461,36 +375,6 @@ def wall_ms(action: Callable[[], object], repeats: int = 5) -> float:
     return sorted(times)[repeats // 2]
 
 
-def package_version(name: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        return "absent"
-
-
-def environment() -> dict[str, str]:
-    packages = ("torch", "numba", "numba-cuda", "numpy", "nvidia-nvcomp-cu13")
-    return {
-        "device": torch.cuda.get_device_name(),
-        "cuda": str(torch.version.cuda),
-        "python": platform.python_version(),
-        "command": "python -m " + " ".join(["benchmarks.codecs", *sys.argv[1:]]),
-        **{name: package_version(name) for name in packages},
-    }
-
-
-def as_markdown(report: Report, facts: dict[str, str]) -> str:
-    lines = ["# Codecs", "", *(f"- {key}: {value}" for key, value in facts.items()), ""]
-    for section in dict.fromkeys(row["section"] for row in report.rows):
-        rows = [row for row in report.rows if row["section"] == section]
-        columns = list(dict.fromkeys(key for row in rows for key in row if key != "section"))
-        lines += [f"## {section}", "", "| " + " | ".join(columns) + " |", "|" + " --- |" * len(columns)]
-        lines += ["| " + " | ".join(str(row.get(column, "")) for column in columns) + " |" for row in rows]
-        lines.append("")
-    lines += ["## failed sections", "", *(f"- {failure}" for failure in report.failures or ["none"]), ""]
-    return "\n".join(lines)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results"))
@@ -511,7 +395,8 @@ def main() -> int:
         "compile": compile_all, "plain": bench.plain, "correctness": correctness, "zvc": bench.zvc,
         "masks": bench.masks, "dense": bench.dense, "lossy": bench.lossy, "on_device": bench.on_device,
         "alternatives": bench.alternatives, "host_overhead": bench.host_overhead, "slowdown": bench.slowdown,
-        "geometry": bench.geometry, "nvcomp": bench.nvcomp, "large": bench.large, "corrupted": bench.corrupted,
+        "geometry": bench.geometry, "autotune": bench.autotune, "nvcomp": bench.nvcomp, "large": bench.large,
+        "corrupted": bench.corrupted,
     }  # fmt: skip
     for name, body in sections.items():
         if arguments.only is None or name in (*arguments.only, "compile", "plain"):

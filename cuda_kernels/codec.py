@@ -38,6 +38,8 @@ _NUMPY_UNSIGNED: dict[int, Any] = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: n
 
 _CODECS = {
     "zvc": "fxhome.cuda_kernels.zvc",
+    "csr": "fxhome.cuda_kernels.listed",
+    "rle": "fxhome.cuda_kernels.listed",
     "bitpack": "fxhome.cuda_kernels.bitpack",
     "narrow8": "fxhome.cuda_kernels.narrow",
     "narrow16": "fxhome.cuda_kernels.narrow",
@@ -158,8 +160,8 @@ class Codec(ABC):
     def decode(self, encoded: torch.Tensor, target: torch.Tensor, *, tail: torch.Tensor | None = None) -> None:
         """Decode into `target`, which has the source's dtype, shape and strides.
 
-        CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives any values
-        and is reported by `raise_if_corrupt`.
+        CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives any
+        values and is reported by `raise_if_corrupt`.
         """
         layout = self.layout(target.numel(), target.dtype)
         _check_buffers(self.name, "decode", target, encoded, tail, layout)

@@ -1,0 +1,199 @@
+"""Codec kernels on a GPU: agreement with the references, host buffers, streams, corruption, determinism."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from fxhome.cuda_kernels import Codec, CodecError, codec_by_name, codec_names, raise_if_corrupt
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+CASES = [
+    (name, dtype)
+    for name in codec_names()
+    for dtype in codec_by_name(name).dtypes
+    if dtype in (torch.float32, torch.bfloat16, torch.float16, torch.bool, torch.int64, torch.uint8)
+]
+
+
+def make_source(dtype: torch.dtype, numel: int, seed: int = 0) -> torch.Tensor:
+    """Half zeros; floats also hold NaN, infinities, -0.0 and a denormal if there is room."""
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn(numel, generator=generator) * 3
+    values[torch.rand(numel, generator=generator) < 0.5] = 0
+    if dtype in (torch.bool, torch.uint8):
+        return (values > 0).to(dtype).cuda()
+    if dtype == torch.int64:
+        return (values.abs() * 20).long().clamp(0, 255).cuda()
+    return values.to(dtype).cuda()
+
+
+def with_special_values(source: torch.Tensor) -> torch.Tensor:
+    if source.dtype.is_floating_point and source.numel() > 10:
+        special = [float("nan"), float("inf"), float("-inf"), -0.0, 1e-42]
+        source[3:8] = torch.tensor(special, device=source.device).to(source.dtype)
+    return source
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).cpu()
+
+
+def buffer_for(codec: Codec, source: torch.Tensor, pinned: bool) -> torch.Tensor:
+    size_bytes = codec.worst_case_bytes(source.numel(), source.dtype)
+    buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) if pinned else None
+    if buffer is None:
+        buffer = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
+    return buffer.fill_(0xA5)
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
+@pytest.mark.parametrize("numel", [0, 1, 4097, 100_003])
+@pytest.mark.parametrize("pinned", [False, True])
+def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype, numel: int, pinned: bool) -> None:
+    codec = codec_by_name(name)
+    source = make_source(dtype, numel)
+    if codec.lossless:
+        source = with_special_values(source)
+    encoded = buffer_for(codec, source, pinned)
+    target = torch.full_like(source, 1)
+    reference = torch.zeros(encoded.numel(), dtype=torch.uint8)
+    expected = torch.zeros(numel, dtype=dtype)
+
+    codec.encode(source, encoded)
+    codec.decode(encoded, target)
+    codec.encode(source.cpu(), reference)
+    codec.decode(reference, expected)
+    torch.cuda.synchronize()
+
+    raise_if_corrupt()
+    assert torch.equal(bits(target), bits(expected))
+    if codec.lossless:
+        assert torch.equal(bits(target), bits(source))
+    crossed = torch.zeros(numel, dtype=dtype)
+    codec.decode(encoded.cpu(), crossed)
+    assert torch.equal(bits(crossed), bits(expected))
+
+
+@pytest.mark.parametrize("name", ["zvc", "exponent", "csr", "rle"])
+def test_unaligned_source_is_encoded_in_place(name: str) -> None:
+    codec = codec_by_name(name)
+    source = make_source(torch.bfloat16, 10_001)[1:]
+    encoded = buffer_for(codec, source, pinned=False)
+    target = torch.zeros(10_001, dtype=torch.bfloat16, device="cuda")[1:]
+
+    codec.encode(source, encoded)
+    codec.decode(encoded, target)
+
+    assert torch.equal(bits(target), bits(source))
+
+
+def test_two_streams_and_many_in_flight() -> None:
+    """Each stream keeps its own order; nothing is shared between calls but the status flag."""
+    codec = codec_by_name("zvc")
+    sources = [make_source(torch.float32, 200_000 + index, seed=index) for index in range(16)]
+    buffers = [buffer_for(codec, source, pinned=True) for source in sources]
+    targets = [torch.ones_like(source) for source in sources]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    torch.cuda.synchronize()
+
+    for index, (source, buffer, target) in enumerate(zip(sources, buffers, targets, strict=True)):
+        with torch.cuda.stream(streams[index % 2]):
+            codec.encode(source, buffer)
+            codec.decode(buffer, target)
+    torch.cuda.synchronize()
+
+    raise_if_corrupt()
+    assert all(torch.equal(source, target) for source, target in zip(sources, targets, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), [("exponent", torch.bfloat16), ("int8", torch.float32), ("fp8_e4m3", torch.float16)]
+)
+def test_encoding_twice_gives_the_same_decoded_bits(name: str, dtype: torch.dtype) -> None:
+    codec = codec_by_name(name)
+    source = make_source(dtype, 50_001)
+    decoded = []
+    for _ in range(2):
+        encoded = buffer_for(codec, source, pinned=False)
+        target = torch.empty_like(source)
+        codec.encode(source, encoded, seed=3)
+        codec.decode(encoded, target)
+        decoded.append(bits(target))
+
+    assert torch.equal(decoded[0], decoded[1])
+
+
+@pytest.mark.parametrize("name", ["zvc", "csr", "rle", "exponent"])
+@pytest.mark.parametrize("offset", [0, 128])
+def test_corrupted_buffer_is_reported(name: str, offset: int) -> None:
+    """Offset 0 is the header, 128 the first tile's word."""
+    codec = codec_by_name(name)
+    source = make_source(torch.bfloat16, 50_000)
+    encoded = buffer_for(codec, source, pinned=False)
+    codec.encode(source, encoded)
+    encoded[offset : offset + 4] = 0x7E
+
+    codec.decode(encoded, torch.empty_like(source))
+    torch.cuda.synchronize()
+
+    with pytest.raises(CodecError, match="bad buffer or value"):
+        raise_if_corrupt()
+    raise_if_corrupt()
+
+
+def test_index_that_does_not_fit_is_reported() -> None:
+    codec = codec_by_name("narrow8")
+    source = torch.full((1000,), 256, device="cuda")
+    encoded = buffer_for(codec, source, pinned=False)
+
+    codec.encode(source, encoded)
+    torch.cuda.synchronize()
+
+    with pytest.raises(CodecError, match="does not fit"):
+        raise_if_corrupt()
+
+
+def test_pageable_and_truncated_buffers_are_refused() -> None:
+    codec = codec_by_name("zvc")
+    source = make_source(torch.float32, 1000)
+    size_bytes = codec.worst_case_bytes(1000, torch.float32)
+
+    with pytest.raises(CodecError, match="pageable"):
+        codec.encode(source, torch.empty(size_bytes, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="truncated"):
+        codec.decode(torch.empty(size_bytes - 16, dtype=torch.uint8, device="cuda"), source)
+
+
+def test_no_allocation_in_the_steady_state() -> None:
+    codec = codec_by_name("zvc")
+    source = make_source(torch.float32, 100_000)
+    encoded, target = buffer_for(codec, source, pinned=True), torch.empty_like(source)
+    codec.encode(source, encoded)
+    codec.decode(encoded, target)
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+
+    for _ in range(10):
+        codec.encode(source, encoded)
+        codec.decode(encoded, target)
+
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    numel = (1 << 31) + 4099
+    if torch.cuda.mem_get_info()[0] < 8 << 30:
+        pytest.skip("needs 8 GiB of free device memory")
+    mask = torch.zeros(numel, dtype=torch.bool, device="cuda")
+    mask[-5000::3] = True
+    for name in ("bitpack", "zvc"):
+        codec = codec_by_name(name)
+        encoded = torch.empty(codec.worst_case_bytes(numel, torch.bool), dtype=torch.uint8, device="cuda")
+        target = torch.ones_like(mask)
+
+        codec.encode(mask, encoded)
+        codec.decode(encoded, target)
+
+        assert torch.equal(mask, target)
