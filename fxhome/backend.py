@@ -70,36 +70,31 @@ def managed(
     context = torch._guards.TracingContext.try_get()
     stored = _stored_plans(options)
 
-    def compile_variant(graph: ManagedGraph, situation: Situation, replay: Plan | None) -> Variant:
-        found: list[Planned] = []
+    def plan_step(
+        joint: GraphModule, joint_inputs: object, num_fwd_outputs: int, situation: Situation, static: list[int] | None
+    ) -> Planned:
+        return plan_graph(
+            joint,
+            joint_inputs,
+            num_fwd_outputs,
+            options=options,
+            profile=profile,
+            situation=situation,
+            measure=True,
+            inner=inner,
+            static_lifetime_input_indices=static,
+            replays=stored,
+        )
 
-        def partition(joint: GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **extra: Any) -> tuple[GraphModule, GraphModule]:
-            planned = plan_graph(
-                joint,
-                joint_inputs,
-                num_fwd_outputs,
-                options=options,
-                profile=profile,
-                situation=situation,
-                measure=True,
-                inner=inner,
-                static_lifetime_input_indices=extra.get("static_lifetime_input_indices"),
-                replays=stored,
-            )
-            found.append(planned)
-            return planned.forward, planned.backward
-
+    def compile_variant(graph: ManagedGraph, situation: Situation, _: Plan | None) -> Variant:
         with torch._guards.tracing(context):
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                call = compile_inductor(gm, example_inputs, partition, graph)
-            else:
-                from fxhome.inner_eager import compile_eager
+                return compile_inductor(gm, example_inputs, plan_step, situation, options)
+            from fxhome.inner_eager import compile_eager
 
-                call = compile_eager(gm, example_inputs, partition, graph)
-        planned = found[-1] if found else None
-        return Variant(call, situation, planned, planned.plan if planned is not None else None)
+            return compile_eager(gm, example_inputs, plan_step, situation, graph)
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))

@@ -8,13 +8,25 @@ from typing import Any
 import torch
 from torch.fx.graph_module import GraphModule
 
-from fxhome.managed_graph import ManagedGraph
+from fxhome.managed_graph import ManagedGraph, Variant
+from fxhome.passes.pipeline import Planned, Situation
 from fxhome.passes.torch_compat import boxed_callable
 
 
-def compile_eager(gm: GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any], graph: ManagedGraph) -> Callable[..., Any]:
-    """Trace `gm` with AOTAutograd, partition it with `partition`, and run both halves under the graph's meter."""
+def compile_eager(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: Callable[..., Planned], situation: Situation, graph: ManagedGraph
+) -> Variant:
+    """Trace `gm` with AOTAutograd, plan it in its partition, and run both halves under the graph's meter."""
     from torch._dynamo.backends.common import aot_autograd
+
+    found: list[Planned] = []
+
+    def partition(
+        joint: GraphModule, inputs: object, *, num_fwd_outputs: int, **extra: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        planned = plan_step(joint, inputs, num_fwd_outputs, situation, extra.get("static_lifetime_input_indices"))
+        found.append(planned)
+        return planned.forward, planned.backward
 
     def run_metered(module: GraphModule, _: Sequence[Any]) -> Any:
         run = boxed_callable(module)
@@ -39,4 +51,5 @@ def compile_eager(gm: GraphModule, example_inputs: Sequence[Any], partition: Cal
     # A donated buffer forbids backward(retain_graph=True); it saves nothing where each node runs by itself.
     with torch._functorch.config.patch(donated_buffer=False):
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
-    return compiled
+    planned = found[-1] if found else None
+    return Variant(compiled, situation, planned, planned.plan if planned is not None else None)

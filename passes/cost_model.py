@@ -25,14 +25,17 @@ from torch.utils._pytree import tree_leaves
 from fxhome.device import DeviceProfile, cache_directory
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
+from fxhome.passes.fusion import is_pointwise, is_reduction, memory_sources
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
-from fxhome.passes.simulate_kernels import ALIAS, GETITEM
+from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
 from fxhome.progress import progress
 
 log = logging.getLogger("fxhome.cost")
 
 SMALL_OP_BYTES = 1 << 16
+# A kernel's own start and end on the device; its launch on the host runs ahead.
+FUSED_LAUNCH_US = 2.0
 _MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
 
 
@@ -62,12 +65,6 @@ def _touched(value: torch.Tensor) -> int:
     # An expanded tensor is read once, however often its elements repeat.
     real = math.prod(int(n) for n, s in zip(value.shape, value.stride(), strict=True) if int(s) != 0)
     return real * value.dtype.itemsize
-
-
-def is_fusible(node: fx.Node) -> bool:
-    """Whether a fusing compiler makes no kernel of its own for `node`."""
-    target = node.target
-    return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags
 
 
 def estimate_us(node: fx.Node, profile: DeviceProfile) -> float:
@@ -127,23 +124,27 @@ def _must_measure(node: fx.Node, kind: int, device_type: str) -> bool:
     target = node.target
     if kind in (ALIAS, GETITEM) or node.op != "call_function" or not isinstance(target, torch._ops.OpOverload):
         return False
-    if target.namespace not in _MEASURED_NAMESPACES or is_effectful(node) or is_fusible(node):
+    if target.namespace not in _MEASURED_NAMESPACES or is_effectful(node) or is_pointwise(node):
         return False
     devices = {leaf.device.type for leaf in tree_leaves([s.meta.get("val") for s in node.all_input_nodes]) if isinstance(leaf, torch.Tensor)}
     return devices == {device_type} and example_bytes(node) > SMALL_OP_BYTES
 
 
-def node_costs(module: fx.GraphModule, facts: GraphFacts, profile: DeviceProfile, *, measure: bool) -> Costs:
+def node_costs(
+    module: fx.GraphModule, facts: GraphFacts, profile: DeviceProfile, *, measure: bool, fusing: bool = False
+) -> Costs:
     """Cost every node of a normalized joint graph, in the order of `facts`.
 
     measure: time distinct operators on the device of the graph (which must be `profile`'s); False: nothing is executed.
+    fusing: pointwise operators and reductions are loops of generated kernels: they cost what these read and write.
     """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
+    fused = _fused_costs(nodes, facts, profile) if fusing else {}
     cache = TimingCache(profile) if measure else None
     measured: dict[int, str] = {}
     if cache is not None:
         for i, node in enumerate(nodes):
-            if _must_measure(node, facts.node_kind[i], facts.device_type):
+            if i not in fused and _must_measure(node, facts.node_kind[i], facts.device_type):
                 measured[i] = op_signature(node)
         _measure_missing({signature: nodes[i] for i, signature in measured.items()}, cache, facts.device_type)
     times: list[float] = []
@@ -151,7 +152,11 @@ def node_costs(module: fx.GraphModule, facts: GraphFacts, profile: DeviceProfile
     estimated: list[bool] = []
     for i, node in enumerate(nodes):
         timing = cache.entries.get(measured[i]) if cache is not None and i in measured else None
-        if timing is not None:
+        if i in fused:
+            times.append(fused[i])
+            workspaces.append(0)
+            estimated.append(False)
+        elif timing is not None:
             times.append(timing.time_us)
             workspaces.append(timing.workspace_bytes)
             estimated.append(False)
@@ -164,6 +169,24 @@ def node_costs(module: fx.GraphModule, facts: GraphFacts, profile: DeviceProfile
             workspaces.append(0)
             estimated.append(i in measured or not measure)
     return Costs(tuple(times), tuple(workspaces), tuple(estimated))
+
+
+def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile) -> dict[int, float]:
+    """Time of generated loops by node index: bytes in memory that they read and write; nothing for what is inlined."""
+    not_written = {node for i, node in enumerate(nodes) if facts.node_kind[i] in (ALIAS, VIRTUAL)}
+    sources = memory_sources(nodes, not_written)
+    costs: dict[int, float] = {}
+    for i, node in enumerate(nodes):
+        if facts.node_kind[i] == VIRTUAL:
+            costs[i] = 0.0
+        elif facts.node_kind[i] == OWNER and (is_pointwise(node) or is_reduction(node)):
+            read = sum(_result_bytes(source) for source in sources[node])
+            costs[i] = FUSED_LAUNCH_US + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
+    return costs
+
+
+def _result_bytes(node: fx.Node) -> int:
+    return sum(_touched(leaf) for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor))
 
 
 def _measure_missing(wanted: dict[str, fx.Node], cache: TimingCache, device_type: str) -> None:

@@ -19,8 +19,9 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import joint_outputs, mutated_input
+from fxhome.passes.fusion import virtual_nodes
 from fxhome.passes.classify import checkpoint_policy, forward_required, recompute_refusal, split_sides
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
 
 CUDA_ROUNDING_BYTES = 512
 
@@ -102,10 +103,13 @@ def _graph_device(graph: fx.Graph) -> str:
     return "cuda" if "cuda" in kinds else "cpu"
 
 
-def extract_facts(module: fx.GraphModule, num_fwd_outputs: int, planned_for: str | None = None) -> GraphFacts:
+def extract_facts(
+    module: fx.GraphModule, num_fwd_outputs: int, planned_for: str | None = None, *, fusing: bool = False
+) -> GraphFacts:
     """Read the facts off a normalized joint graph. Nothing is executed and nothing is changed.
 
     planned_for: "cuda" counts bytes as the CUDA allocator does although the graph was traced elsewhere (offline).
+    fusing: the inner compiler fuses, so results that it would not write to memory are virtual.
     """
     graph = module.graph
     device_type = _graph_device(graph)
@@ -192,6 +196,11 @@ def extract_facts(module: fx.GraphModule, num_fwd_outputs: int, planned_for: str
         else:
             kinds[i] = ALIAS
 
+    if fusing:
+        results = {index[node] for node in outputs if node is not None}
+        for node in virtual_nodes(nodes, {node for i, node in enumerate(nodes) if kinds[i] != OWNER}):
+            if index[node] not in results and kinds[index[node]] == OWNER:
+                kinds[index[node]] = VIRTUAL
     phase = [INPUT if sides[n] in ("input", "tangent") else FORWARD if sides[n] == "forward" else BACKWARD for n in nodes]
     backward_alias = list(range(len(nodes)))
     by_name = {node.name: i for i, node in enumerate(nodes)}

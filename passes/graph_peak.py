@@ -27,6 +27,8 @@ class GraphPeak:
     boundary_bytes: int
     """Alive at the end of the forward: its outputs and what it saves."""
     backward_bytes: int
+    output_bytes: int = 0
+    """Outputs of the forward alone: held by the caller while the backward runs."""
 
     @property
     def peak_bytes(self) -> int:
@@ -47,7 +49,7 @@ def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
     for node in returned[:num_fwd_outputs]:
         if isinstance(node, fx.Node):
             visible |= set(first.instances[node].values())
-    held = sum(first.sizes[i] for i in visible)
+    held = outputs = sum(first.sizes[i] for i in visible)
 
     second = _Walk(backward.graph, device_type, planned_for)
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
@@ -62,7 +64,7 @@ def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
             held += sum(size for _, size in _storages(node, device_type, planned_for))
         second.give(node, count=False)
     second.run()
-    return GraphPeak(first.peak, first.alive, second.peak + held)
+    return GraphPeak(first.peak, first.alive, second.peak + held, outputs)
 
 
 def _storages(node: fx.Node, device_type: str, planned_for: str) -> list[tuple[int, int]]:

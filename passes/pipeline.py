@@ -9,7 +9,7 @@ this runner with dumping on.
 import logging
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -28,16 +28,18 @@ from fxhome.passes.graph_peak import graph_peak
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
-from fxhome.passes.problem import Costs, build_problem
+from fxhome.passes.problem import build_problem
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.schedule import schedule
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
 from fxhome.passes.verify import verify_boundary, verify_partition, verify_transfers
-from fxhome.placement import Plan, SearchStats
+from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome.planner")
+
+RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
 T = TypeVar("T")
 
 
@@ -69,8 +71,27 @@ class Planned:
     """Graph storages alive between forward and backward, tangents not counted."""
     is_best_effort: bool = False
     """The budget could not be met and the user asked to go on (on_infeasible="best_effort")."""
+    output_bytes: int = 0
+    """Outputs of the forward that are not saved: the caller holds them during the backward."""
     step_seconds: dict[str, float] = field(default_factory=dict)
     """How long each planning step took."""
+
+    workspace_by_node: dict[str, int] = field(default_factory=dict)
+    """Device bytes that an operator takes besides its results, by joint graph node."""
+
+    def checked(self, predicted_bytes: int) -> Plan:
+        """The plan with the peak that the compiler's own buffers give in place of the model's."""
+        return replace(self.plan, predicted_peak_bytes=predicted_bytes)
+
+    def refuse(self, predicted_bytes: int) -> InfeasibleBudgetError:
+        """The refusal after the compiler's buffers did not fit however often it was planned again."""
+        return InfeasibleBudgetError(
+            f"memory_budget={format_bytes(self.plan.budget_bytes)} ({self.plan.budget_bytes} bytes): every plan that fits by "
+            f"the model needs more once lowered; the last one needs {predicted_bytes} bytes ({format_bytes(predicted_bytes)}). "
+            f"Ask for at least {predicted_bytes}, or use a smaller batch",
+            minimum_bytes=predicted_bytes,
+            budget_bytes=self.plan.budget_bytes,
+        )
 
     @property
     def tangent_bytes(self) -> int:
@@ -138,12 +159,13 @@ def plan_graph(
     UnsupportedGraphError. `joint` itself is not changed.
     """
     runner = Runner(options.dump_dir)
-    compiler = "inductor" if inner == "inductor" else None
+    fusing = inner == "inductor"
+    compiler = "inductor" if fusing else None
     stock = runner.run("baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler))
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
-    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, planned_for=profile.kind))
+    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
-    costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure))
+    costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     problem = build_problem(
         facts,
         costs,
@@ -156,15 +178,20 @@ def plan_graph(
     fixed = resident + situation.error_bound_bytes
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
     workspace = max(costs.workspace_bytes, default=0)
-    stock_bytes = max(
-        stock_peak.forward_bytes,
-        stock_peak.backward_bytes + situation.outside_bytes,
-        stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
-    ) + (workspace if facts.planned_for == "cuda" else 0)
-    baseline_bytes = fixed + stock_bytes
-    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
+    by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
     stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
+    if fusing:
+        # The graphs say what is computed, not what a fusing compiler writes to memory: its model does.
+        stock_bytes = stock_run.peak_bytes
+    else:
+        stock_bytes = max(
+            stock_peak.forward_bytes,
+            stock_peak.backward_bytes + situation.outside_bytes,
+            stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
+        ) + (workspace if facts.planned_for == "cuda" else 0)
+    baseline_bytes = fixed + stock_bytes
+    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
 
     def finish(result: SimResult, placement: Placements, predicted: int, stats: SearchStats, gap: float | None, notes: tuple[str, ...]) -> Plan:
         return build_plan(
@@ -193,7 +220,7 @@ def plan_graph(
     if replay is None and baseline_bytes <= budget and options.policy == "pso":
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, baseline_bytes - situation.error_bound_bytes, stats, 0.0, ())
-        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, step_seconds=runner.seconds)
+        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
 
     if replay is not None:
         check_replay(replay, facts, profile, inner)
@@ -218,7 +245,7 @@ def plan_graph(
         verify_transfers(forward, backward)
     written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for))
     short = plan.predicted_peak_bytes > plan.budget_bytes
-    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, step_seconds=runner.seconds)
+    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, output_bytes=written.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
@@ -266,7 +293,8 @@ def infeasible(
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
-    minimum = fixed + smallest
+    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random state).
+    minimum = fixed + smallest + RESIDENT_SLACK_BYTES[facts.planned_for]
     held = (("resident before the step (weights, inputs, optimizer state, gradients)", resident), *largest_holders(facts, problem, placement, result))
     top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
     position = result.peak_position
@@ -294,7 +322,12 @@ def largest_holders(
     return tuple((facts.storages[s].name, size) for s, size in holders(problem, placement, result)[:count])
 
 
-def costs_estimated_share(costs: Costs) -> float:
-    """Share of the step's time that was not measured."""
-    total = sum(costs.time_us)
-    return sum(t for t, e in zip(costs.time_us, costs.estimated, strict=True) if e) / total if total else 0.0
+def rewrite(joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+    """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
+    work = normalize(copy_joint(joint))
+    return insert_transfers(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs)
+
+
+def plan_error_bound(situation: Situation, more_bytes: int) -> Situation:
+    """The same situation with a larger margin between prediction and budget."""
+    return replace(situation, error_bound_bytes=situation.error_bound_bytes + more_bytes)

@@ -29,6 +29,7 @@ class Bound:
     step_us: float
     exact: bool
     shares: Float64 | None
+    anchors: tuple[int, ...]
 
 
 def lower_bound(
@@ -39,16 +40,20 @@ def lower_bound(
     milp_seconds: float = 0.0,
     rounds: int = 3,
     max_anchors: int | None = None,
+    start_anchors: tuple[int, ...] = (),
 ) -> Bound:
     """Bound the step time of any placement whose peak is within `budget_bytes`.
 
+    start_anchors: node ids to hold the budget at, such as an earlier bound's `anchors`; found where none are given.
     rounds: how often anchors are added where the rounded solution fails, and the relaxation solved again.
     milp_seconds: 0 solves the linear relaxation alone, deterministically; above it the integer program may raise it.
     """
     s = structure or read_structure(problem)
     base = simulate(problem, problem.keep_all(), budget_bytes)
-    room = max_anchors if max_anchors is not None else max(4, min(16, 12000 // max(1, int(s.reachable.sum()))))
-    anchors = choose_anchors(s, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
+    room = max_anchors if max_anchors is not None else max(3, min(12, 5000 // max(1, int(s.reachable.sum()))))
+    anchors = list(start_anchors)
+    if not anchors:
+        anchors = choose_anchors(s, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
     best = 0.0
     for _ in range(rounds):
         relaxation = relax_problem(s, budget_bytes, anchors)
@@ -66,8 +71,8 @@ def lower_bound(
         exact = solution is not None
         best = max(best, better)
     if x is None:
-        return Bound(best, exact, None)
-    return Bound(best, exact, _shares(relaxation, problem, x))
+        return Bound(best, exact, None, tuple(anchors))
+    return Bound(best, exact, _shares(relaxation, problem, x), tuple(anchors))
 
 
 def _shares(r: Relaxation, problem: Problem, x: Float64) -> Float64:

@@ -90,6 +90,11 @@ class Evaluator:
                     self.progress(self.evaluations, peak, step, True)
         return value
 
+    def _remember(self, key: bytes, figures: tuple[int, float]) -> None:
+        if len(self._seen) >= self._seen_limit:
+            self._seen.clear()
+        self._seen[key] = figures
+
     def score(self, placement: Placements) -> Fitness:
         """Fitness of a placement at the budget."""
         key = placement.tobytes()
@@ -97,10 +102,16 @@ class Evaluator:
         if known is None:
             self._spend()
             known = evaluate(self.problem, placement, self.budget_bytes)
-            if len(self._seen) >= self._seen_limit:
-                self._seen.clear()
-            self._seen[key] = known
+            self._remember(key, known)
         return self._note(placement, *known)
+
+    def probe(self, placement: Placements) -> tuple[Fitness, SimResult | None]:
+        """Fitness, and the full result where it had to be simulated (None: it was remembered)."""
+        known = self._seen.get(placement.tobytes())
+        if known is not None:
+            return self._note(placement, *known), None
+        result = self.run(placement)
+        return fitness(result.peak_bytes, result.step_us, self.budget_bytes), result
 
     def run(self, placement: Placements, budget_bytes: int | None = None) -> SimResult:
         """The full result, at the search's budget or at another one (whose step is then not compared)."""
@@ -108,7 +119,7 @@ class Evaluator:
         budget = self.budget_bytes if budget_bytes is None else budget_bytes
         result = simulate(self.problem, placement, budget)
         if budget == self.budget_bytes:
-            self._seen[placement.tobytes()] = (result.peak_bytes, result.step_us)
+            self._remember(placement.tobytes(), (result.peak_bytes, result.step_us))
             self._note(placement, result.peak_bytes, result.step_us)
         elif result.peak_bytes < self.minimum_peak:
             self.minimum_peak = result.peak_bytes

@@ -32,7 +32,7 @@ from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, OWNER, VIRT
 Part = tuple[Int64, Float64 | float]
 
 MIB = float(1 << 20)
-CHAIN_CUTS = 400
+CHAIN_CUTS = 120
 TIDY = 1e-5
 
 

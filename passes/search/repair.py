@@ -33,7 +33,8 @@ class _Offers:
     choice: npt.NDArray[np.int8]
     price_us: npt.NDArray[np.float64]
     freed_bytes: npt.NDArray[np.float64]
-    closure: tuple[npt.NDArray[np.int32], ...]
+    dragged: tuple[npt.NDArray[np.int32], ...]  # unsaved sources per holder, which its recomputation drags in
+    holder: npt.NDArray[np.int64]
 
 
 def _offers(s: Structure, placement: Placements, result: SimResult, prices: Prices, position: int) -> _Offers:
@@ -43,7 +44,7 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
     stores = holders.storage
     none = np.empty(0, np.int64)
     if stores.shape[0] == 0:
-        return _Offers(none, none.astype(np.int8), none.astype(float), none.astype(float), ())
+        return _Offers(none, none.astype(np.int8), none.astype(float), none.astype(float), (), none)
     rebuilt = np.zeros(g.node_phase.shape[0], np.uint8)
     rebuilt[result.program[result.forward_length :]] = 1
     recomputable = problem.allowed[:, RECOMPUTE]
@@ -83,11 +84,9 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
         origin.append(index[ok])
     where = np.concatenate(origin)
     code_of = np.concatenate(choice)
-    closures = tuple(
-        closure[starts[i] : starts[i + 1]] if c in (RECOMPUTE, RECOMPUTE_EACH) else closure[:0]
-        for i, c in zip(where, code_of, strict=True)
-    )
-    return _Offers(np.concatenate(storage), code_of, np.concatenate(price), np.concatenate(freed), closures)
+    dragged = tuple(np.split(closure[:used], starts[1:-1]))
+    where = np.where((code_of == RECOMPUTE) | (code_of == RECOMPUTE_EACH), where, -1)
+    return _Offers(np.concatenate(storage), code_of, np.concatenate(price), np.concatenate(freed), dragged, where)
 
 
 def convert(
@@ -112,9 +111,10 @@ def convert(
         done.add(storage)
         tried.add((storage, choice))
         placement[storage] = choice
-        for dragged in offers.closure[i]:
-            if dragged not in done and placement[dragged] == KEEP:
-                placement[dragged] = RECOMPUTE
+        if offers.holder[i] >= 0:
+            for source in offers.dragged[offers.holder[i]]:
+                if source not in done and placement[source] == KEEP:
+                    placement[source] = RECOMPUTE
         freed += float(offers.freed_bytes[i])
         if freed >= wanted:
             break

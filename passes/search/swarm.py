@@ -35,7 +35,7 @@ class Ingredients:
     mutation: bool = True
     repair: bool = True
     polish: bool = True
-    particles: int = 12
+    particles: int = 5
     patience: int = 1200
 
 
@@ -86,8 +86,10 @@ def relaxed_seeds(s: Structure, evaluator: Evaluator, rng: np.random.Generator) 
     problem = s.problem
     made: list[Placements] = []
     target = evaluator.budget_bytes
-    for _ in range(RELAXATIONS):
-        bound = lower_bound(problem, target, structure=s)
+    anchors: tuple[int, ...] = ()
+    for turn in range(RELAXATIONS):
+        bound = lower_bound(problem, target, structure=s, start_anchors=anchors, rounds=2 if turn == 0 else 1)
+        anchors = bound.anchors
         if bound.shares is None:
             break
         worst = 0
@@ -115,6 +117,7 @@ class Swarm:
         self.choices = [np.flatnonzero(row).astype(np.int8) for row in s.problem.allowed[s.decisions]]
         self.bests: list[Placements] = []
         self.values: list[Fitness] = []
+        self.culprits: dict[int, list[Int64]] = {}
 
     def add(self, placement: Placements) -> None:
         """Add a particle unless it is there already."""
@@ -193,52 +196,91 @@ class Swarm:
         options = options[options != x[d]]
         x[d] = KEEP if KEEP in options and self.rng.random() < 0.7 else self.rng.choice(options)
 
+    def _relieve(self, x: Placements, i: int) -> None:
+        """A storage whose copy the compute waits for, at one of the longest waits, is placed otherwise."""
+        culprits = self.culprits.get(i)
+        if culprits is None:
+            culprits = self.culprits[i] = waited_for(self.s, self.evaluator.run(x))
+        culprits = [group[x[group] != KEEP] for group in culprits]
+        culprits = [group for group in culprits if group.shape[0]]
+        if not culprits:
+            self._undo(x)
+            return
+        group = culprits[min(int(self.rng.exponential(1.5)), len(culprits) - 1)]
+        d = int(self.rng.choice(group))
+        options = self.choices[self.position_of[d]]
+        x[d] = self.rng.choice(options[options != x[d]])
+
     def settle(self, x: Placements, before: Placements) -> Fitness:
         """Score `x`; where it is a little over the budget, convert once or twice at the peak. `x` changes in place."""
-        value = self.evaluator.score(x)
+        value, result = self.evaluator.probe(x)
         if value[0] == 0 or not self.ingredients.repair or value[0] > self.evaluator.budget_bytes // 4:
             return value
         changed = np.flatnonzero(x != before)
         tried: Tried = {(int(d), int(before[d])) for d in changed[:64]}
         prices = Prices(link=float(np.exp(self.rng.normal(-0.3, 1.0))), share=1.0)
         for _ in range(2):
-            result: SimResult = self.evaluator.run(x)
+            result = result or self.evaluator.run(x)
             if not convert(self.s, x, result, value[0], prices, tried):
                 break
-            value = self.evaluator.score(x)
+            value, result = self.evaluator.probe(x)
             if value[0] == 0:
                 break
         return value
 
-    def step(self, i: int) -> bool:
-        """Move particle i once from its best; True where its best improved."""
+    def step(self, i: int) -> None:
+        """Move particle i once from its best, and keep the place where it is better."""
         rng = self.rng
         x = self.bests[i].copy()
         draw = rng.random()
-        if draw < 0.3:
-            lead = (
-                int(np.argmin([v[1] + (v[0] and 1e30) for v in self.values]))
-                if rng.random() < 0.6
-                else int(rng.integers(len(self.bests)))
-            )
-            self._attract(x, self.bests[lead])
-        elif not self.ingredients.mutation:
-            self._attract(x, self.bests[int(rng.integers(len(self.bests)))])
-        elif draw < 0.45:
+        if draw < 0.2 or not self.ingredients.mutation:
+            lead = 0 if rng.random() < 0.6 else int(rng.integers(len(self.bests)))
+            self._attract(x, self.bests[self.ranking()[lead]])
+        elif draw < 0.3:
             self._mutate(x)
-        elif draw < 0.6:
+        elif draw < 0.45:
             self._flip(x)
-        elif draw < 0.8:
+        elif draw < 0.65:
             self._exchange(x)
+        elif draw < 0.8:
+            self._relieve(x, i)
         else:
             self._undo(x)
         if np.array_equal(x, self.bests[i]):
-            return False
+            return
         value = self.settle(x, self.bests[i])
         if value < self.values[i]:
             self.bests[i], self.values[i] = x, value
-            return True
-        return False
+            self.culprits.pop(i, None)
+
+    def ranking(self) -> list[int]:
+        """Particles, best first."""
+        return sorted(range(len(self.values)), key=lambda i: (self.values[i], i))
+
+    def trim(self, particles: int) -> None:
+        """Keep the best particles only."""
+        order = self.ranking()[:particles]
+        self.bests = [self.bests[i] for i in order]
+        self.values = [self.values[i] for i in order]
+        self.culprits.clear()
+
+
+def waited_for(s: Structure, result: SimResult) -> list[Int64]:
+    """For the longest waits of the program, longest first: the swapped storages whose copies queue up before it."""
+    busy = s.problem.arrays.node_time_us[result.program]
+    wait = np.diff(result.start_us, prepend=0.0)
+    wait[1:] -= busy
+    swapped = np.flatnonzero((result.saved == 1) & (result.issue_in >= 0))
+    found: list[Int64] = []
+    for p in np.argsort(-wait, kind="stable")[:8]:
+        if wait[p] <= 1.0:
+            break
+        at = result.wait_out[swapped] if p <= result.forward_length else result.first_backward[swapped]
+        near = swapped[at <= p]
+        queue = near[np.argsort(-at[at <= p], kind="stable")[:6]]
+        if queue.shape[0]:
+            found.append(queue)
+    return found
 
 
 def pso(
@@ -270,11 +312,9 @@ def pso(
         for placement in made:
             swarm.add(placement)
         if ingredients.seeds:
-            for i in np.argsort([v[1] + (v[0] and 1e30) for v in swarm.values], kind="stable")[:3]:
+            for i in swarm.ranking()[:3]:
                 swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
-        order = sorted(range(len(swarm.bests)), key=lambda i: (swarm.values[i], i))[: ingredients.particles]
-        swarm.bests = [swarm.bests[i] for i in order]
-        swarm.values = [swarm.values[i] for i in order]
+        swarm.trim(ingredients.particles)
         last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
         idle = 0
         while evaluator.evaluations - last_gain < ingredients.patience and idle < 50:

@@ -1,0 +1,153 @@
+"""The inner backend "inductor": plan first, then lower, then hold the plan to the scheduler's own buffers.
+
+    trace 1   AOTAutograd up to the partition -> a plan, nothing lowered
+    trace 2   stock Inductor where the baseline fits; else the planned graphs, lowered with their transfers pinned
+    check     both graphs' peaks, from the scheduler, before anything runs; too high: plan again with the difference
+              as margin, at most twice, then refuse
+
+Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.graph_module import GraphModule
+
+from fxhome.managed_graph import Variant
+from fxhome.options import Options
+from fxhome.passes.inductor_check import ScheduleCheck
+from fxhome.passes.pipeline import Planned, Situation, plan_error_bound, rewrite
+from fxhome.units import format_bytes
+
+log = logging.getLogger("fxhome")
+
+MAX_REPLANS = 2
+
+PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
+
+
+class _DecidedError(BaseException):
+    """Ends the planning trace. Not an Exception: nothing on the way may swallow it."""
+
+
+def compile_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation, options: Options
+) -> Variant:
+    """Plan, lower and check one Dynamo graph. Raises what planning raises."""
+    for attempt in range(MAX_REPLANS + 1):
+        planned = _plan_only(gm, example_inputs, plan_step, situation)
+        if planned is None:
+            return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
+        check = ScheduleCheck(planned.plan.program if not planned.is_baseline else (), planned.workspace_by_node)
+        call = _lower(gm, example_inputs, planned, check, _patches(planned, options))
+        predicted = _checked_peak(planned, check, situation)
+        if predicted is None:
+            return Variant(call, situation, planned, planned.plan)
+        over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
+        planned.plan = planned.checked(predicted)
+        if over <= 0 or planned.is_best_effort:
+            return Variant(call, situation, planned, planned.plan)
+        log.warning(
+            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with that margin",
+            format_bytes(predicted),
+            format_bytes(over),
+        )
+        if attempt < MAX_REPLANS:
+            situation = plan_error_bound(situation, over)
+    raise planned.refuse(predicted)
+
+
+def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> Planned | None:
+    found: list[Planned] = []
+
+    def decide(joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None) -> tuple[GraphModule, GraphModule]:
+        found.append(plan_step(joint, inputs, num_fwd_outputs, situation, static))
+        raise _DecidedError
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise _DecidedError
+
+    with contextlib.suppress(_DecidedError):
+        _compile_fx(gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never)
+    return found[0] if found else None
+
+
+def _lower(
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned | None, check: ScheduleCheck | None, patches: dict[str, Any]
+) -> Callable[..., Any]:
+    if planned is not None and not planned.is_baseline:
+
+        def follow(joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None) -> tuple[GraphModule, GraphModule]:
+            return rewrite(joint, planned.plan.program, num_fwd_outputs)
+
+        patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
+    if check is not None:
+        patches = patches | {"_post_fusion_custom_pass": check}
+    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then forbid
+    # backward(retain_graph=True).
+    planned_here = planned is not None and not planned.is_baseline
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
+        with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():
+            return _compile_fx(gm, example_inputs, patches)
+
+
+def _compile_fx(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
+    own = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    own.meta = dict(gm.meta)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Callable[..., Any] = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
+    return compiled
+
+
+def _patches(planned: Planned, options: Options) -> dict[str, Any]:
+    if planned.is_baseline:
+        return {}
+    moves = any(item.kind.startswith("swap") for item in planned.plan.program)
+    # Inductor may order compute for its own peak, but copies stand where the plan wants them.
+    return {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+
+
+class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+    """Hands the joint graph to `function`; in Inductor's cache keys it stands for the plan."""
+
+    def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]], identity: str) -> None:
+        self.function = function
+        self.identity = identity
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+        return self.function(gm, joint_inputs, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
+
+    def uuid(self) -> str:
+        return self.identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.identity,)
+
+
+def _checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) -> int | None:
+    """Peak of both lowered graphs over what is resident; None where a warm cache skipped the scheduler."""
+    if check.forward is None or check.backward is None:
+        return None
+    resident = planned.plan.resident_bytes
+    forward = check.forward.peak_bytes
+    backward = check.backward.peak_bytes + planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+    between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
+    return resident + max(forward, backward, between)
+
+
+@contextlib.contextmanager
+def no_caches() -> Iterator[None]:
+    """Compile without Inductor's graph cache, for measurements that must see the scheduler."""
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield

@@ -1,0 +1,104 @@
+"""Which results a fusing compiler never writes to memory, judged from the joint graph before anything is lowered.
+
+    relu(bn(x)) * mask  read by a sum and a multiplication     -> virtual: its readers compute it again from what is in memory
+    the same            read by a matrix product               -> written: an external kernel needs its operand in memory
+
+The rules follow Inductor's: pointwise results are inlined into pointwise and reduction readers until they read too many
+buffers; anything else is a kernel of its own. The real decision is checked after lowering; this one steers the search.
+"""
+
+import operator
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+MAX_READS_SHARED = 4
+"""A result with several readers is written once it would make each of them read more buffers than this."""
+MAX_READS = 8
+MAX_OPERATORS = 30
+
+_POINTWISE_NAMES = frozenset(
+    {
+        "aten::_to_copy", "aten::clone", "aten::full", "aten::full_like", "aten::zeros_like", "aten::ones_like", "aten::scalar_tensor",
+        "aten::arange", "prims::iota", "prims::convert_element_type", "aten::constant_pad_nd", "aten::embedding", "aten::index",
+        "aten::gather", "aten::where", "inductor_prims::inductor_random", "inductor_prims::inductor_lookup_seed", "aten::empty_like",
+        "aten::tril", "aten::triu", "aten::copy", "aten::lift_fresh_copy", "prims::inductor_random", "prims::inductor_lookup_seed",
+    }
+)  # fmt: skip
+_REDUCTION_NAMES = frozenset(
+    {
+        "aten::sum", "aten::mean", "aten::var_mean", "aten::var", "aten::amax", "aten::amin", "aten::prod", "aten::any", "aten::all",
+        "aten::max", "aten::min", "aten::argmax", "aten::argmin", "aten::_softmax", "aten::_log_softmax", "aten::native_layer_norm",
+        "aten::native_group_norm", "prims::xor_sum",
+    }
+)  # fmt: skip
+
+
+def operator_name(node: fx.Node) -> str:
+    """`aten::add` for aten.add.Tensor; an empty string for what is no operator."""
+    return str(node.target.name()).split(".")[0] if isinstance(node.target, torch._ops.OpOverload) else ""
+
+
+def is_pointwise(node: fx.Node) -> bool:
+    """Whether each element of the result depends on a few elements of the inputs."""
+    target = node.target
+    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or operator_name(node) in _POINTWISE_NAMES)
+
+
+def is_reduction(node: fx.Node) -> bool:
+    """Whether a fusing compiler generates the loop of `node`, with its pointwise inputs inside."""
+    return operator_name(node) in _REDUCTION_NAMES
+
+
+def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Node]:
+    """The results that are never written unless they are saved. `aliases`: nodes that allocate nothing (views)."""
+    readers: dict[fx.Node, list[fx.Node]] = {}
+    for node in reversed(nodes):
+        effective: list[fx.Node] = []
+        for user in node.users:
+            effective.extend(readers.get(user, []) if user in aliases else [user])
+            if user in aliases and not user.users:
+                effective.append(user)
+        readers[node] = effective
+    virtual: set[fx.Node] = set()
+    sources: dict[fx.Node, frozenset[fx.Node]] = {}
+    operators: dict[fx.Node, int] = {}
+    for node in nodes:
+        inputs = [source for source in node.all_input_nodes if source in sources]
+        read = frozenset().union(*(sources[source] for source in inputs)) if inputs else frozenset()
+        if node in aliases:
+            sources[node] = read
+            operators[node] = max((operators[source] for source in inputs), default=0)
+            continue
+        count = 1 + sum(operators[source] for source in set(inputs))
+        if is_pointwise(node) and _stays_inside(readers[node], read, count):
+            virtual.add(node)
+            sources[node] = read
+            operators[node] = count
+        else:
+            sources[node] = frozenset({node})
+            operators[node] = 0
+    return virtual
+
+
+def _stays_inside(readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
+    if not readers or not all(is_pointwise(reader) or is_reduction(reader) for reader in readers):
+        return False
+    if len(read) > MAX_READS or operators > MAX_OPERATORS:
+        return False
+    return len(readers) == 1 or len(read) <= MAX_READS_SHARED
+
+
+def memory_sources(nodes: Sequence[fx.Node], not_written: set[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For every node, the nodes in memory that its kernel reads, through views and virtual results."""
+    behind: dict[fx.Node, frozenset[fx.Node]] = {}
+    result: dict[fx.Node, frozenset[fx.Node]] = {}
+    for node in nodes:
+        read: frozenset[fx.Node] = frozenset()
+        for source in node.all_input_nodes:
+            read |= behind.get(source, frozenset())
+        result[node] = read
+        through = node in not_written or node.target is operator.getitem
+        behind[node] = read if through else frozenset({node})
+    return result

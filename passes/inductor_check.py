@@ -1,0 +1,245 @@
+"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's buffers.
+
+Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the wrong
+side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the forward
+are resident and not counted, host copies are not on the device, outputs live to the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch._inductor import custom_graph_pass
+
+
+from fxhome.passes.facts import allocated_bytes
+from fxhome.passes.partition import INSTRUCTION
+from fxhome.placement import Instruction
+from fxhome.runtime import ops
+
+_TRANSFERS = (ops.swap_out, ops.swap_out_wait, ops.swap_in, ops.swap_in_wait)
+
+
+# torch 2.12 and later want this class there and take its uuid() into the cache key; 2.11 takes any callable.
+_SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
+
+
+@dataclass(frozen=True)
+class LoweredPeak:
+    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst moment."""
+
+    peak_bytes: int
+    end_bytes: int
+    kernel: str
+
+
+class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
+    """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of them."""
+
+    def __init__(self, program: Sequence[Instruction], workspace: Mapping[str, int]) -> None:
+        self.has_transfers = any(item.kind.startswith("swap") for item in program)
+        self.workspace = workspace
+        self.forward: LoweredPeak | None = None
+        self.backward: LoweredPeak | None = None
+        self.order: list[str] = []
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        """Reorder (if there is anything to move) and measure."""
+        from torch._inductor.virtualized import V
+
+        if self.has_transfers:
+            nodes = place_transfers(nodes)
+        peak = lowered_peak(nodes, self.workspace)
+        if V.graph.is_backward:
+            self.backward = peak
+        else:
+            self.forward = peak
+        self.order = [_label(node) for node in nodes]
+        return nodes
+
+    def uuid(self) -> Any:
+        """Its source alone: what differs between plans is in the graphs already."""
+        return custom_graph_pass.get_hash_for_files((__file__,))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """In a pickled cache key it stands for its source."""
+        return str, (self.uuid().hex(),)
+
+
+def _operators(node: Any) -> list[Any]:
+    return [getattr(inner.node, "op_overload", None) for inner in node.get_nodes()]
+
+
+def transfer_of(node: Any) -> Any:
+    """The transfer operator that a scheduler node runs, or None."""
+    found = [operator for operator in _operators(node) if operator in _TRANSFERS]
+    return found[0] if found else None
+
+
+def _label(node: Any) -> str:
+    operator = transfer_of(node)
+    return f"{operator.name().split('::')[1]}" if operator is not None else str(node.get_name())
+
+
+def _origins(node: Any) -> list[Any]:
+    return [origin for inner in node.get_nodes() if inner.node is not None for origin in inner.node.get_origins()]
+
+
+def _position(node: Any) -> int | None:
+    positions = [origin.meta[INSTRUCTION] for origin in _origins(node) if INSTRUCTION in origin.meta]
+    return max(positions, default=None)
+
+
+def place_transfers(nodes: list[Any]) -> list[Any]:
+    """A valid order of `nodes` with every transfer as near to its planned place as dependencies allow."""
+    followers = _unpackers(nodes)
+    compute = [node for node in nodes if transfer_of(node) is None and node not in followers]
+    positions: list[int] = []
+    latest = -1
+    for node in compute:
+        position = _position(node)
+        latest = latest if position is None else position
+        positions.append(latest)
+    index = {node: i for i, node in enumerate(compute)}
+    readers = _readers(nodes)
+    keyed: list[tuple[float, int, int, Any]] = []
+    for order, node in enumerate(nodes):
+        operator = transfer_of(node)
+        if operator is None:
+            if node in index:
+                keyed.append((index[node], 1, order, node))
+            continue
+        planned = _position(node)
+        slot = _slot(positions, -1 if planned is None else planned)
+        if operator is ops.swap_in_wait:
+            first = [index[reader] for reader in _compute_readers(node, readers, followers) if reader in index]
+            slot = min(first, default=slot)
+        # Before the compute node of its slot: releases first, then what takes memory, then what must be there.
+        rank = {ops.swap_out_wait: -4, ops.swap_in: -3, ops.swap_in_wait: -2, ops.swap_out: -5}[operator]
+        keyed.append((slot, rank, planned if planned is not None else order, node))
+    keyed.sort(key=lambda item: item[:3])
+    return _respect_dependencies([item[3] for item in keyed], nodes, followers)
+
+
+def _slot(positions: list[int], planned: int) -> int:
+    """Index before which a transfer stands: fewest later kernels before it plus earlier kernels behind it."""
+    wrong = sum(position < planned for position in positions)
+    best, best_wrong = 0, wrong
+    for i, position in enumerate(positions):
+        wrong += 1 if position > planned else -1
+        if wrong < best_wrong:
+            best, best_wrong = i + 1, wrong
+    return best
+
+
+def _unpackers(nodes: list[Any]) -> dict[Any, Any]:
+    """MultiOutput nodes that unpack a transfer's result: they follow it."""
+    by_buffer = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
+    found = {}
+    for node in nodes:
+        if transfer_of(node) is None and all(type(inner.node).__name__ == "MultiOutput" for inner in node.get_nodes()):
+            sources = [by_buffer.get(dep.name) for dep in node.read_writes.reads]
+            if sources and sources[0] is not None and transfer_of(sources[0]) is not None:
+                found[node] = sources[0]
+    return found
+
+
+def _readers(nodes: list[Any]) -> dict[str, list[Any]]:
+    readers: dict[str, list[Any]] = {}
+    for node in nodes:
+        for dep in node.read_writes.reads:
+            readers.setdefault(dep.name, []).append(node)
+    return readers
+
+
+def _compute_readers(node: Any, readers: dict[str, list[Any]], followers: dict[Any, Any]) -> list[Any]:
+    """Compute nodes that read a transfer's result, through the node that unpacks it."""
+    found = []
+    for buffer in node.get_outputs():
+        for reader in readers.get(buffer.get_name(), []):
+            found.extend(_compute_readers(reader, readers, followers) if reader in followers else [reader])
+    return found
+
+
+def _respect_dependencies(wanted: list[Any], nodes: list[Any], followers: dict[Any, Any]) -> list[Any]:
+    by_buffer = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
+    unpacked_by = {source: node for node, source in followers.items()}
+    done: dict[Any, None] = {}
+
+    def visit(root: Any) -> None:
+        stack = [(root, False)]
+        while stack:
+            node, expanded = stack.pop()
+            if node in done:
+                continue
+            if expanded:
+                done[node] = None
+                if (follower := unpacked_by.get(node)) is not None:
+                    done.setdefault(follower)
+                continue
+            stack.append((node, True))
+            for dep in sorted(node.unmet_dependencies, key=lambda dep: str(dep.name)):
+                source = by_buffer.get(dep.name)
+                if source is not None and source is not node and source not in done:
+                    stack.append((source, False))
+
+    for node in wanted:
+        visit(node)
+    for node in nodes:
+        visit(node)
+    return list(done)
+
+
+def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
+    """Walk the scheduler's buffers in order. Sizes are rounded as the allocator of their device rounds them."""
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    graph = V.graph
+    outputs = OrderedSet(graph.get_output_names())
+    memory.assign_memory_planning_info_for_scheduler_buffers(nodes, graph.scheduler.name_to_buf)
+    inputs = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs.keys()))
+    timeline, _, _ = memory.compute_memory_timeline(nodes, inputs, outputs)
+    main = "cuda" if "cuda" in graph.device_types else "cpu"
+    total = len(nodes)
+    change = [0] * (total + 2)
+    for entry in timeline:
+        name = entry.buffer.get_name()
+        if _device_of(entry.buffer, graph) != main or _is_host(name, graph):
+            continue
+        start = max(entry.start_step, 0)
+        stop = entry.end_step if entry.end_step >= 0 else total
+        change[start] += allocated_bytes(entry.size_alloc, main)
+        change[stop + 1] -= allocated_bytes(entry.size_free, main)
+    running = peak = 0
+    where = ""
+    for step in range(total):
+        running += change[step]
+        extra = max((workspace.get(origin.name, 0) for origin in _origins(nodes[step])), default=0)
+        if running + extra > peak:
+            peak, where = running + extra, _label(nodes[step])
+    return LoweredPeak(peak, running + change[total], where)
+
+
+def _device_of(buffer: Any, graph: Any) -> str | None:
+    name = buffer.get_name()
+    source = graph.graph_inputs.get(name) or graph.name_to_buffer.get(name)
+    device = source.get_device() if source is not None and hasattr(source, "get_device") else None
+    return device.type if device is not None else None
+
+
+def _is_host(name: str, graph: Any) -> bool:
+    """Whether a buffer is the host copy of a swapped tensor (on CPU, host and device memory have one device type)."""
+    buffer = graph.name_to_buffer.get(name)
+    for candidate in (buffer, *getattr(buffer, "inputs", ())):
+        if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait):
+            return True
+    return name.endswith("_host") and name in graph.graph_inputs
+
+
+def pinned_order(check: ScheduleCheck) -> list[str]:
+    """The transfers and kernels of the graph lowered last, in order: what a test of the order reads."""
+    return list(check.order)
+
+
