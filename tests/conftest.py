@@ -1,6 +1,8 @@
-"""What every test group shares: no budget from the environment, and one shape of hypothesis run everywhere."""
+"""What every test group shares: nothing from the developer's environment, one shape of hypothesis run everywhere."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 from hypothesis import settings
@@ -14,3 +16,11 @@ settings.load_profile("fxhome")
 def no_budget_in_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """A budget that the developer exported would change what half the tests plan."""
     monkeypatch.delenv("FXHOME_MEMORY_BUDGET", raising=False)
+
+
+@pytest.fixture(autouse=True, scope="session")
+def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Measured profiles and op times are this session's own: tests neither read nor write the developer's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("FXHOME_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        yield

@@ -1,0 +1,88 @@
+"""The command line with nothing replaced: plan, show, run, replay, and a refused budget whose minimum then works.
+
+Each command has a process of its own, as users have: tensors that other tests leave behind would count as resident.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+FACTORY = """
+    import torch
+    from torch import nn
+
+    def factory(batch_size):
+        layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.GELU(), nn.Dropout(0.1))]
+        return nn.Sequential(*layers), (torch.randn(batch_size, 64),)
+"""
+
+ROOT = Path(__file__).resolve().parents[2]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> str:
+    path = tmp_path / "net.py"
+    path.write_text(textwrap.dedent(FACTORY), encoding="utf-8")
+    return f"{path}:factory"
+
+
+def fxhome(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "fxhome.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+def result(*arguments: str) -> Any:
+    done = fxhome(*arguments, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def model_arguments(spec: str, budget: str) -> list[str]:
+    return [spec, "--memory-budget", budget, "--batch-size", "2048", "--device", "cpu"]
+
+
+def test_run_keeps_the_budget_and_the_gradients(spec: str) -> None:
+    report = result("run", *model_arguments(spec, "60%"), "--steps", "2")
+
+    # A share is settled once, by the first plan; a later plan's baseline may differ by a few bytes.
+    assert report["budget_bytes"] == pytest.approx(0.6 * report["baseline_peak_bytes"], rel=0.01)
+    assert report["measured_peak_bytes"] <= report["budget_bytes"] < report["plain"]["peak_bytes"]
+    assert report["largest_gradient_difference"] == 0.0
+    assert report["planned"]["losses"] == report["plain"]["losses"]
+    assert report["placed_bytes"]["swapped"] + report["placed_bytes"]["recomputed"] > 0
+
+
+def test_a_plan_is_written_shown_replayed_and_refused_for_another_batch(spec: str, tmp_path: Path) -> None:
+    output = str(tmp_path / "plan.json")
+    written = result("plan", *model_arguments(spec, "60%"), "-o", output)
+
+    assert result("show", output) == written
+    replay = [spec, "--batch-size", "2048", "--device", "cpu", "--steps", "1", "--plan", output]
+    report = result("run", *replay)
+    assert report["measured_peak_bytes"] <= written["plans"][0]["budget_bytes"]
+    assert report["largest_gradient_difference"] == 0.0
+
+    done = fxhome("run", spec, "--batch-size", "1024", "--device", "cpu", "--plan", output)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert re.search(r"^fxhome run: error: .* was made for this graph", done.stderr, flags=re.MULTILINE)
+    assert "Traceback" not in done.stderr
+
+
+def test_the_smallest_budget_of_a_refusal_works(spec: str) -> None:
+    done = fxhome("run", *model_arguments(spec, "10%"), "--steps", "1")
+    assert done.returncode == 2
+    found = re.search(r"Ask for at least (\d+)", done.stderr)
+    assert found is not None, done.stderr
+
+    report = result("run", *model_arguments(spec, found[1]), "--steps", "1")
+    assert report["measured_peak_bytes"] <= int(found[1])
