@@ -253,7 +253,7 @@ class Bench:
                     )
 
     def autotune(self) -> None:
-        """Bayesian search against trying everything: what was found, in how many trials; then the tuning with its bar."""
+        """Bayesian search against trying everything: what each finds in how many trials; then the whole tuning."""
         timer = DeviceTimer(0, {4: torch.float32, 2: torch.bfloat16, 1: torch.bool})
         cases = [("zvc", 4), ("exponent", 2)]
         keys = [

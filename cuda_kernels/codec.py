@@ -17,6 +17,7 @@ kernel writes the tail to the host.
 
 from __future__ import annotations
 
+import functools
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
@@ -146,7 +147,7 @@ class Codec(ABC):
         CUDA sources: asynchronous on the current stream, into device or pinned host memory. CPU sources: NumPy, at
         once. `seed` asks for stochastic rounding where the codec has it.
         """
-        layout = self.layout(source.numel(), source.dtype)
+        layout = _cached_layout(self.name, source.numel(), source.dtype)
         _check_buffers(self.name, "encode", source, encoded, tail, layout)
         if source.is_cuda:
             if source.numel():
@@ -163,7 +164,7 @@ class Codec(ABC):
         CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives any
         values and is reported by `raise_if_corrupt`.
         """
-        layout = self.layout(target.numel(), target.dtype)
+        layout = _cached_layout(self.name, target.numel(), target.dtype)
         _check_buffers(self.name, "decode", target, encoded, tail, layout)
         if target.is_cuda:
             if target.numel():
@@ -259,6 +260,11 @@ def _raw_bytes(tensor: torch.Tensor) -> Bytes:
 def as_unsigned(raw: Bytes, itemsize: int) -> NDArray[Any]:
     """Raw bytes as unsigned integers of `itemsize` bytes, sharing memory."""
     return raw.view(_NUMPY_UNSIGNED[itemsize])
+
+
+@functools.lru_cache(maxsize=4096)
+def _cached_layout(name: str, numel: int, dtype: torch.dtype) -> Layout:
+    return codec_by_name(name).layout(numel, dtype)
 
 
 def codec_names() -> tuple[str, ...]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fxhome.cuda_kernels.geometry import GeometryKey, choose_geometry, size_class
+from fxhome.cuda_kernels.geometry import geometry_of
 from fxhome.cuda_kernels.launch import KernelKey, loaded_kernel, multiprocessor_count
 from fxhome.cuda_kernels.layout import Layout
 
@@ -42,10 +42,15 @@ class KernelLaunch:
 
 def launch(codec: str, direction: str, call: KernelCall, prepared: KernelLaunch) -> None:
     """Launch on torch's current stream of the call's device."""
-    itemsize = call.dtype.itemsize
-    key = GeometryKey(codec, direction, itemsize, call.host_side, size_class(call.numel * itemsize))
-    geometry = choose_geometry(
-        call.device_index, key, multiprocessor_count(call.device_index), prepared.max_threads, prepared.warps_of_work
+    blocks, threads = geometry_of(
+        call.device_index,
+        codec,
+        direction,
+        call.dtype.itemsize,
+        call.host_side,
+        call.numel,
+        multiprocessor_count(call.device_index),
+        prepared.max_threads,
+        prepared.warps_of_work,
     )
-    kernel = loaded_kernel(prepared.kernel, call.device_index)
-    kernel(geometry.blocks, geometry.threads, *prepared.arguments)
+    loaded_kernel(prepared.kernel, call.device_index)(blocks, threads, *prepared.arguments)

@@ -7,6 +7,7 @@ replaces defaults by measured choices.
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 from fxhome.cuda_kernels.layout import ceil_div
@@ -46,10 +47,12 @@ def size_class(size_bytes: int) -> int:
 def set_geometry(device_index: int, key: GeometryKey, geometry: Geometry) -> None:
     """Use `geometry` for `key` on that device from now on."""
     _tuned[(device_index, key)] = geometry
+    geometry_of.cache_clear()
 
 
 def clear_geometry() -> None:
     _tuned.clear()
+    geometry_of.cache_clear()
 
 
 def choose_geometry(
@@ -64,3 +67,21 @@ def choose_geometry(
     else:
         blocks, threads = multiprocessors * 16, max_threads
     return Geometry(max(1, min(blocks, ceil_div(warps_of_work, threads // 32))), threads)
+
+
+@functools.lru_cache(maxsize=4096)
+def geometry_of(
+    device_index: int,
+    codec: str,
+    direction: str,
+    itemsize: int,
+    host_side: bool,
+    numel: int,
+    multiprocessors: int,
+    max_threads: int,
+    warps_of_work: int,
+) -> tuple[int, int]:
+    """(blocks, threads) of one call, remembered: a steady state pays one look-up."""
+    key = GeometryKey(codec, direction, itemsize, host_side, size_class(numel * itemsize))
+    geometry = choose_geometry(device_index, key, multiprocessors, max_threads, warps_of_work)
+    return geometry.blocks, geometry.threads
