@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import logging
 import platform
 import statistics
 import sys
@@ -44,8 +45,11 @@ def main() -> None:
     parser.add_argument("--inner", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_step"))
     parser.add_argument("--again", action="store_true")
-    parser.add_argument("--save-problem", type=Path)
+    parser.add_argument("--profile", action="store_true", help="print kernels and who holds the memory at the peak")
     arguments = parser.parse_args()
+    if arguments.profile:
+        logging.basicConfig(level=logging.WARNING)
+        logging.getLogger("fxhome").setLevel(logging.DEBUG)
     Bench(arguments).run()
 
 
@@ -129,6 +133,8 @@ class Bench:
             self.one(step, keep=True)
             self.sync()
             figures |= {"peak_bytes": torch.cuda.max_memory_allocated(), "reserved_bytes": torch.cuda.max_memory_reserved()}
+        if self.arguments.profile and self.device.type == "cuda":
+            _print_profile(lambda: self.one(step))
         return figures
 
     def one(self, step: Callable[[], torch.Tensor], keep: bool = False) -> float:
@@ -212,6 +218,7 @@ class Bench:
             "baseline_bytes": plan.baseline_peak_bytes,
             "host_bytes": plan.host_bytes,
             "placed": placed,
+            "baseline_seconds": plan.baseline_step_seconds,
             "search": [plan.search.evaluations, plan.search.seconds, plan.search.stopped_by],
             "planning": fxhome.ledger.graphs()[0].variants[-1].planned.step_seconds,
             "cap_bytes": cap[0] if cap else None,
@@ -268,6 +275,38 @@ def table(document: dict[str, Any]) -> str:
         predicted = f"{row['predicted_seconds'] * 1e3:.1f}" if "predicted_seconds" in row else ""
         lines.append(f"| {name} | {times} | {' | '.join(cells)} | {predicted} | {shares} | {row['first_step_seconds']:.1f} |")
     return "\n".join(lines) + "\n"
+
+
+def _print_profile(run: Callable[[], object]) -> None:
+    """Kernel totals of one step, and the blocks alive at its worst moment with the line that allocated them."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]) as profile:
+        run()
+        torch.cuda.synchronize()
+    print(profile.key_averages().table(sort_by="self_cuda_time_total", row_limit=28, max_name_column_width=70))
+    torch.cuda.memory._record_memory_history(max_entries=400_000, stacks="python")
+    start = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    snapshot = torch.cuda.memory._snapshot()
+    torch.cuda.memory._record_memory_history(enabled=None)
+    alive: dict[int, tuple[int, str]] = {}
+    running = peak = 0
+    worst: list[tuple[int, str]] = []
+    for event in snapshot["device_traces"][0]:
+        if event["action"] == "alloc":
+            frames = [f"{frame['filename'].rsplit('/', 1)[-1]}:{frame['line']}" for frame in event.get("frames", [])[:3]]
+            alive[event["addr"]] = (event["size"], " < ".join(frames))
+            running += event["size"]
+            if running > peak:
+                peak, worst = running, list(alive.values())
+        elif event["action"] == "free_completed" and event["addr"] in alive:
+            running -= alive.pop(event["addr"])[0]
+    print(f"start {start} peak {start + peak}: allocated in the step and alive then:")
+    totals: dict[tuple[int, str], int] = {}
+    for block in worst:
+        totals[block] = totals.get(block, 0) + 1
+    for (size, where), count in sorted(totals.items(), key=lambda item: -item[0][0] * item[1])[:40]:
+        print(f"{count:4d} x {size / 1e6:9.2f} MB  {where}")
 
 
 def _gb(size: int | None) -> str:

@@ -7,6 +7,7 @@ situation has changed. Nothing is raised while compiling: a refusal is raised by
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -67,6 +68,8 @@ def managed(
     _fail_at_recompile_limit()
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
     profile = cached_profile(device)
+    if device.type == "cuda":
+        _allocate_library_workspaces(device)
     context = torch._guards.TracingContext.try_get()
     stored = _stored_plans(options)
 
@@ -137,6 +140,15 @@ def _notes(mode: str | None, inner: str) -> list[str]:
         )
         log.warning("fxhome: %s", notes[-1])
     return notes
+
+
+@functools.cache
+def _allocate_library_workspaces(device: torch.device) -> None:
+    """Make cuBLAS take its workspaces now, on this thread and on autograd's: they stay, so they are resident."""
+    for dtype in (torch.float32, torch.bfloat16):
+        with torch.enable_grad(), torch.autocast("cuda", enabled=False):
+            left = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)
+            torch.addmm(left[0], left, left).sum().backward()
 
 
 def _fail_at_recompile_limit() -> None:

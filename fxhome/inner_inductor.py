@@ -11,7 +11,6 @@ Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, b
 from __future__ import annotations
 
 import contextlib
-import copy
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from fxhome.managed_graph import Variant
 from fxhome.options import Options
 from fxhome.passes.inductor_check import ScheduleCheck
 from fxhome.passes.pipeline import Planned, Situation, plan_error_bound, rewrite
+from fxhome.passes.torch_compat import copy_graph
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
@@ -49,6 +49,7 @@ def compile_inductor(
         check = ScheduleCheck(planned.plan.program if not planned.is_baseline else (), planned.workspace_by_node)
         call = _lower(gm, example_inputs, planned, check, _patches(planned, options))
         predicted = _checked_peak(planned, check, situation)
+        log.debug("lowered forward: %s; backward: %s", check.forward, check.backward)
         if predicted is None:
             return Variant(call, situation, planned, planned.plan)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
@@ -103,7 +104,7 @@ def _compile_fx(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[st
     from torch._inductor.compile_fx import compile_fx
 
     # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
-    own = fx.GraphModule(gm, copy.deepcopy(gm.graph))
+    own = fx.GraphModule(gm, copy_graph(gm.graph))
     own.meta = dict(gm.meta)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         compiled: Callable[..., Any] = compile_fx(own, list(example_inputs), config_patches=patches, **extra)

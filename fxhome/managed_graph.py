@@ -63,6 +63,7 @@ class Session:
         self.meter = meter
         self.metered = metered
         self.peak_bytes = 0
+        self.forward_peak_bytes = 0
         self.reserved_bytes: int | None = None
         self.backward_entry_bytes: int | None = None
         self.forward_seconds = 0.0
@@ -95,6 +96,7 @@ class ManagedGraph:
         self._entry_bytes = 0
         self._outside_bytes = 0
         self._between_bytes = 0
+        self._error_bound_bytes = 0
         self._first_resident = 0
         self._replan = False
         self._announced: set[str] = set()
@@ -121,6 +123,7 @@ class ManagedGraph:
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
             between_bytes=self._between_bytes,
+            error_bound_bytes=self._error_bound_bytes,
             free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
         )
 
@@ -220,7 +223,7 @@ class ManagedGraph:
         if node is None:
             return
         if session.metered and self.device.type == "cuda":
-            session.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            session.forward_peak_bytes = torch.cuda.max_memory_allocated(self.device)
         self._pending.append((weakref.ref(node), session))
         graph = weakref.ref(self)
 
@@ -277,6 +280,16 @@ class ManagedGraph:
             expected = session.entry_bytes + planned.boundary_bytes
             tangents = planned.tangent_bytes
             outside = max(0, session.backward_entry_bytes - expected - tangents)
+        log.debug(
+            "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak %d, boundary %d",
+            session.entry_bytes,
+            session.forward_peak_bytes,
+            session.backward_entry_bytes,
+            session.peak_bytes,
+            plan.resident_bytes,
+            plan.predicted_peak_bytes,
+            planned.boundary_bytes,
+        )
         variant.plan = plan.with_measurement(
             peak_bytes=session.peak_bytes, step_seconds=plan.measured_step_seconds, reserved_bytes=session.reserved_bytes
         )
@@ -293,7 +306,8 @@ class ManagedGraph:
             f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: planning again",
         )
         # Planned at the next forward: autograd is off in here, so tracing would not see a training step.
-        self._outside_bytes = max(self._outside_bytes, outside, over if outside == 0 else 0)
+        self._outside_bytes = max(self._outside_bytes, outside)
+        self._error_bound_bytes += max(0, over - outside)
         self._replan = True
 
 

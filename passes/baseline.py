@@ -4,19 +4,18 @@ Both aot_eager and Inductor partition by min-cut. fxhome returns exactly these g
 every share ("60%") against their peak, and starts the search from their placement.
 """
 
-import copy
-
 import torch
 from torch import fx
 from torch.fx.graph_module import GraphModule
 
+from fxhome.passes import torch_compat
 from fxhome.passes.facts import GraphFacts, storage_key
 from fxhome.passes.simulate import KEEP, RECOMPUTE, Placements, Problem
 
 
 def copy_joint(module: GraphModule) -> GraphModule:
     """A joint graph that can be changed without changing `module`; node names and values are shared."""
-    return fx.GraphModule(module, copy.deepcopy(module.graph))
+    return fx.GraphModule(module, torch_compat.copy_graph(module.graph))
 
 
 def baseline_partition(

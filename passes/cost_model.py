@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from fxhome.device import DeviceProfile, cache_directory
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.fusion import is_pointwise, is_reduction, memory_sources
+from fxhome.passes.fusion import is_generated_loop, is_pointwise, memory_sources
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
 from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
@@ -179,7 +179,7 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
     for i, node in enumerate(nodes):
         if facts.node_kind[i] == VIRTUAL:
             costs[i] = 0.0
-        elif facts.node_kind[i] == OWNER and (is_pointwise(node) or is_reduction(node)):
+        elif facts.node_kind[i] == OWNER and is_generated_loop(node):
             read = sum(_result_bytes(source) for source in sources[node])
             costs[i] = FUSED_LAUNCH_US + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
     return costs

@@ -23,7 +23,7 @@ _POINTWISE_NAMES = frozenset(
         "aten::_to_copy", "aten::clone", "aten::full", "aten::full_like", "aten::zeros_like", "aten::ones_like", "aten::scalar_tensor",
         "aten::arange", "prims::iota", "prims::convert_element_type", "aten::constant_pad_nd", "aten::embedding", "aten::index",
         "aten::gather", "aten::where", "inductor_prims::inductor_random", "inductor_prims::inductor_lookup_seed", "aten::empty_like",
-        "aten::tril", "aten::triu", "aten::copy", "aten::lift_fresh_copy", "prims::inductor_random", "prims::inductor_lookup_seed",
+        "aten::tril", "aten::triu", "aten::copy", "aten::lift_fresh_copy", "aten::select_scatter", "aten::slice_scatter", "aten::rand_like", "aten::_unsafe_index", "prims::inductor_random", "prims::inductor_lookup_seed",
     }
 )  # fmt: skip
 _REDUCTION_NAMES = frozenset(
@@ -31,6 +31,13 @@ _REDUCTION_NAMES = frozenset(
         "aten::sum", "aten::mean", "aten::var_mean", "aten::var", "aten::amax", "aten::amin", "aten::prod", "aten::any", "aten::all",
         "aten::max", "aten::min", "aten::argmax", "aten::argmin", "aten::_softmax", "aten::_log_softmax", "aten::native_layer_norm",
         "aten::native_group_norm", "prims::xor_sum",
+    }
+)  # fmt: skip
+
+_LOOP_NAMES = frozenset(
+    {
+        "aten::cat", "aten::index_put", "aten::_unsafe_index_put", "aten::scatter", "aten::scatter_add", "aten::embedding_dense_backward",
+        "aten::upsample_nearest2d_backward", "prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices",
     }
 )  # fmt: skip
 
@@ -49,6 +56,11 @@ def is_pointwise(node: fx.Node) -> bool:
 def is_reduction(node: fx.Node) -> bool:
     """Whether a fusing compiler generates the loop of `node`, with its pointwise inputs inside."""
     return operator_name(node) in _REDUCTION_NAMES
+
+
+def is_generated_loop(node: fx.Node) -> bool:
+    """Whether a fusing compiler writes the kernel of `node` itself, so that it costs the bytes it reads and writes."""
+    return is_pointwise(node) or is_reduction(node) or operator_name(node) in _LOOP_NAMES
 
 
 def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Node]:

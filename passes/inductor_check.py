@@ -17,6 +17,7 @@ from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 from fxhome.runtime import ops
 
+HOLDERS = 40
 _TRANSFERS = (ops.swap_out, ops.swap_out_wait, ops.swap_in, ops.swap_in_wait)
 
 
@@ -31,6 +32,8 @@ class LoweredPeak:
     peak_bytes: int
     end_bytes: int
     kernel: str
+    holders: tuple[tuple[str, int], ...] = ()
+    """The largest buffers alive then, largest first."""
 
 
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
@@ -204,6 +207,7 @@ def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
     main = "cuda" if "cuda" in graph.device_types else "cpu"
     total = len(nodes)
     change = [0] * (total + 2)
+    lives: list[tuple[str, int, int, int]] = []
     for entry in timeline:
         name = entry.buffer.get_name()
         if _device_of(entry.buffer, graph) != main or _is_host(name, graph):
@@ -212,14 +216,17 @@ def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
         stop = entry.end_step if entry.end_step >= 0 else total
         change[start] += allocated_bytes(entry.size_alloc, main)
         change[stop + 1] -= allocated_bytes(entry.size_free, main)
-    running = peak = 0
+        lives.append((name, entry.size_free, start, stop))
+    running = peak = worst = 0
     where = ""
     for step in range(total):
         running += change[step]
         extra = max((workspace.get(origin.name, 0) for origin in _origins(nodes[step])), default=0)
         if running + extra > peak:
-            peak, where = running + extra, _label(nodes[step])
-    return LoweredPeak(peak, running + change[total], where)
+            peak, where, worst = running + extra, _label(nodes[step]), step
+    alive = [(name, size) for name, size, start, stop in lives if start <= worst <= stop and size]
+    holders = tuple(sorted(alive, key=lambda item: -item[1])[:HOLDERS])
+    return LoweredPeak(peak, running + change[total], where, holders)
 
 
 def _device_of(buffer: Any, graph: Any) -> str | None:

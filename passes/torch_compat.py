@@ -35,6 +35,18 @@ def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:
     return module
 
 
+def copy_graph(graph: fx.Graph) -> fx.Graph:
+    """A copy whose nodes can be changed: names, values and metadata are shared, and so is how its source is written."""
+    new = fx.Graph(tracer_cls=getattr(graph, "_tracer_cls", None))
+    copied = new.graph_copy(graph, val_map={}, return_output_node=True)
+    assert isinstance(copied, tuple)
+    values, old_output = copied
+    output = new.output(values, type_expr=getattr(old_output, "type", None))
+    output.meta = dict(old_output.meta)
+    new._codegen = graph._codegen
+    return new
+
+
 def boxed_callable(module: GraphModule) -> Any:
     """Run `module` as one Python function that takes a list, empties it, and drops every value after its last use."""
     graph = module.graph

@@ -14,8 +14,8 @@ from fxhome.errors import OptionError
 from fxhome.passes.search.evaluator import Evaluator, base_placement
 from fxhome.passes.search.repair import Prices, repair
 from fxhome.passes.search.result import Placements
-from fxhome.passes.search.structure import Int64, Structure
-from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP, SimArrays
+from fxhome.passes.search.structure import Int64, Structure, read_storages
+from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP
 from fxhome.passes.simulate_kernels import FORWARD
 
 COMPUTE_CLASSES = ("convolution", "matmul", "attention")
@@ -57,26 +57,11 @@ def vdnn_conv(s: Structure, evaluator: Evaluator, storage_class: Sequence[str] |
     for storage, name in enumerate(classes):
         node = int(g.storage_owner[storage])
         if name in COMPUTE_CLASSES and g.node_phase[node] == FORWARD:
-            read[_read_storages(g, node)] = True
+            read[read_storages(g, node)] = True
     placement = base_placement(s.problem, s.demanded)
     chosen = _swappable(s)
     placement[chosen[read[chosen]]] = SWAP
     return placement
-
-
-def _read_storages(g: SimArrays, node: int) -> list[int]:
-    """Storages a node reads, directly or through views."""
-    found: list[int] = []
-    stack = [node]
-    while stack:
-        v = stack.pop()
-        for u in g.read_node[g.read_start[v] : g.read_start[v + 1]]:
-            storage = int(g.root_storage[u])
-            if storage >= 0:
-                found.append(storage)
-            elif g.node_phase[u] == FORWARD:
-                stack.append(int(u))
-    return found
 
 
 def superneurons(s: Structure, evaluator: Evaluator, storage_class: Sequence[str] | None) -> Placements:
@@ -92,7 +77,7 @@ def superneurons(s: Structure, evaluator: Evaluator, storage_class: Sequence[str
     forward = g.node_phase[g.storage_owner] == FORWARD
     footprint = 0
     for storage in np.flatnonzero(forward).tolist():
-        inputs = _read_storages(g, int(g.storage_owner[storage]))
+        inputs = read_storages(g, int(g.storage_owner[storage]))
         footprint = max(footprint, int(g.storage_bytes[storage]) + int(g.storage_bytes[inputs].sum()))
     segment: list[int] = []
     order = s.decisions
@@ -197,7 +182,7 @@ def synchronous_step_us(s: Structure, placement: Placements) -> float:
     total = float(time.sum())
     last: dict[int, int] = {}
     for v in np.flatnonzero(g.node_phase == FORWARD).tolist():
-        for storage in _read_storages(g, v):
+        for storage in read_storages(g, v):
             last[storage] = v
     out_at: dict[int, float] = {}
     in_at: dict[int, float] = {}

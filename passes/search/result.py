@@ -17,6 +17,7 @@ class SearchResult:
     placement: int8[storages]. feasible: `peak_bytes` is within the budget; if not, this is the least overflow seen.
     stopped_by: "no choice" (one placement only), "exhausted" (the policy has no further move), "converged",
     "evaluations", or "seconds" (the safety cap: a longer search may find another plan).
+    budget_bytes: what the copies were steered by in these figures; the same simulation with it gives them again.
     minimum_peak_bytes: the smallest peak seen, reached by `minimum_placement` at a budget of just that many bytes.
     lower_bound_us: no placement within the budget is faster; None where none was asked for; inf where it proves that
     nothing fits. gap: (step - bound) / bound.
@@ -33,6 +34,7 @@ class SearchResult:
     stopped_by: StoppedBy
     minimum_peak_bytes: int
     minimum_placement: Placements
+    budget_bytes: int
     policy: str = "pso"
     seed: int = 0
     lower_bound_us: float | None = None

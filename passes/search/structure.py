@@ -10,7 +10,7 @@ import numpy.typing as npt
 from numba import njit
 
 from fxhome.passes.search.result import Placements
-from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, Problem, SimResult
+from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, Problem, SimArrays, SimResult
 from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, liveness
 
 Int32 = npt.NDArray[np.int32]
@@ -175,6 +175,21 @@ def _mark_sources(g, reached):  # type: ignore[no-untyped-def]
                     reached[source] = True
                     if source > node:
                         changed = True
+
+
+def read_storages(g: SimArrays, node: int) -> list[int]:
+    """Storages a node reads, directly or through views."""
+    found: list[int] = []
+    stack = [node]
+    while stack:
+        v = stack.pop()
+        for u in g.read_node[g.read_start[v] : g.read_start[v + 1]]:
+            storage = int(g.root_storage[u])
+            if storage >= 0:
+                found.append(storage)
+            elif g.node_phase[u] == FORWARD:
+                stack.append(int(u))
+    return found
 
 
 @dataclass(frozen=True, eq=False)

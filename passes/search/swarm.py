@@ -18,10 +18,12 @@ from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_pla
 from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vdnn_conv
 from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
-from fxhome.passes.search.structure import Int64, Structure
+from fxhome.passes.search.structure import Int64, Structure, read_storages
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
 RELAXATIONS = 3
+KICK_EVALUATIONS = 600
+WANDER_PRICE = 10.0
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
 
 
@@ -35,8 +37,8 @@ class Ingredients:
     mutation: bool = True
     repair: bool = True
     polish: bool = True
-    particles: int = 5
-    patience: int = 1200
+    particles: int = 8
+    patience: int = 2000
 
 
 def constructive_seeds(
@@ -118,6 +120,7 @@ class Swarm:
         self.bests: list[Placements] = []
         self.values: list[Fitness] = []
         self.culprits: dict[int, list[Int64]] = {}
+        self.sources: dict[int, list[int]] = {}
 
     def add(self, placement: Placements) -> None:
         """Add a particle unless it is there already."""
@@ -182,6 +185,23 @@ class Swarm:
         if allowed[a, x[b]] and allowed[b, x[a]]:
             x[a], x[b] = x[b], x[a]
 
+    def _shift(self, x: Placements) -> None:
+        """What is saved moves to a source of it, or back from one: same bytes perhaps, but ready at another time."""
+        s, rng = self.s, self.rng
+        d = int(s.decisions[int(rng.integers(s.decisions.shape[0]))])
+        sources = self.sources.get(d)
+        if sources is None:
+            found = read_storages(s.problem.arrays, int(s.problem.arrays.storage_owner[d]))
+            sources = self.sources[d] = [u for u in found if u in self.position_of]
+        if not sources or not s.problem.allowed[d, RECOMPUTE]:
+            self._flip(x)
+            return
+        u = sources[int(rng.integers(len(sources)))]
+        if x[d] != RECOMPUTE and s.problem.allowed[u, x[d]]:
+            x[u], x[d] = x[d], RECOMPUTE
+        elif s.problem.allowed[d, x[u]] and s.problem.allowed[u, RECOMPUTE]:
+            x[d], x[u] = x[u], RECOMPUTE
+
     def _undo(self, x: Placements) -> None:
         """A moved storage is kept, or moved the other way; weighted to what costs most time."""
         s, g = self.s, self.s.problem.arrays
@@ -240,8 +260,10 @@ class Swarm:
             self._mutate(x)
         elif draw < 0.45:
             self._flip(x)
-        elif draw < 0.65:
+        elif draw < 0.6:
             self._exchange(x)
+        elif draw < 0.7:
+            self._shift(x)
         elif draw < 0.8:
             self._relieve(x, i)
         else:
@@ -256,6 +278,44 @@ class Swarm:
     def ranking(self) -> list[int]:
         """Particles, best first."""
         return sorted(range(len(self.values)), key=lambda i: (self.values[i], i))
+
+    def kick(self) -> None:
+        """All but the two best start again from the best, some blocks drawn anew; the worst wanders off from it.
+
+        Wandering is annealing that may cross placements over the budget, an overflow priced by its transfer.
+        """
+        order = self.ranking()
+        for i in order[2:-1]:
+            x = self.bests[order[0]].copy()
+            for _ in range(int(self.rng.integers(2, 5))):
+                self._mutate(x)
+            self.values[i] = self.settle(x, self.bests[order[0]])
+            self.bests[i] = x
+            self.culprits.pop(i, None)
+        self._wander(order[-1], self.bests[order[0]])
+
+    def _wander(self, i: int, start: Placements) -> None:
+        rng, link = self.rng, self.s.problem.link
+        rate = WANDER_PRICE * (link.d2h_us_per_byte + link.h2d_us_per_byte)
+        x = start.copy()
+        value = self.evaluator.score(x)
+        now = value[1] + rate * value[0]
+        for k in range(KICK_EVALUATIONS):
+            temperature = 1e-3 * now * 10 ** (-2.5 * k / KICK_EVALUATIONS)
+            trial = x.copy()
+            draw = rng.random()
+            if draw < 0.5:
+                self._flip(trial)
+            elif draw < 0.8:
+                self._exchange(trial)
+            else:
+                self._shift(trial)
+            got = self.evaluator.score(trial)
+            energy = got[1] + rate * got[0]
+            if energy <= now or rng.random() < np.exp((now - energy) / temperature):
+                x, now, value = trial, energy, got
+        self.bests[i], self.values[i] = x, value
+        self.culprits.pop(i, None)
 
     def trim(self, particles: int) -> None:
         """Keep the best particles only."""
@@ -316,6 +376,7 @@ def pso(
                 swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
         swarm.trim(ingredients.particles)
         last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+        last_kick = last_gain
         idle = 0
         while evaluator.evaluations - last_gain < ingredients.patience and idle < 50:
             before = evaluator.evaluations
@@ -324,6 +385,10 @@ def pso(
             idle = idle + 1 if evaluator.evaluations == before else 0
             if evaluator.best_fitness[0] < last_step[0] or evaluator.best_fitness[1] < last_step[1] * (1 - 2e-4):
                 last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+                last_kick = last_gain
+            elif ingredients.mutation and evaluator.evaluations - last_kick >= KICK_EVALUATIONS:
+                swarm.kick()
+                last_kick = evaluator.evaluations
         return "exhausted" if idle >= 50 else "converged"
     except OutOfBudgetError as stop:
         return "seconds" if stop.reason == "seconds" else "evaluations"
