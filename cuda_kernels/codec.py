@@ -66,6 +66,9 @@ class Codec(ABC):
     error_bound_text: str
     """What |decoded - source| never exceeds, in words; "0" for lossless codecs."""
 
+    tail_dominates: ClassVar[bool] = True
+    """Whether most encoded bytes lie in the tail, so that a tail in host memory makes the link the kernel's limit."""
+
     traffic_share: ClassVar[float] = 0.6
     """Assumed kernel speed as a share of the device-to-device copy rate (bytes read + written), until measured."""
 
@@ -151,7 +154,7 @@ class Codec(ABC):
         _check_buffers(self.name, "encode", source, encoded, tail, layout)
         if source.is_cuda:
             if source.numel():
-                call = _kernel_call(source, encoded, tail, layout)
+                call = _kernel_call(source, encoded, tail, layout, self.tail_dominates)
                 launch(self.name, "encode", call, self.encode_launch(call, status_address(), seed))
             return
         head_array, tail_array = _host_parts(encoded, tail, layout)
@@ -168,19 +171,21 @@ class Codec(ABC):
         _check_buffers(self.name, "decode", target, encoded, tail, layout)
         if target.is_cuda:
             if target.numel():
-                call = _kernel_call(target, encoded, tail, layout)
+                call = _kernel_call(target, encoded, tail, layout, self.tail_dominates)
                 launch(self.name, "decode", call, self.decode_launch(call, status_address()))
             return
         head_array, tail_array = _host_parts(encoded, tail, layout)
         self.decode_reference(head_array, tail_array, target.dtype, _raw_bytes(target))
 
 
-def _kernel_call(plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout) -> KernelCall:
+def _kernel_call(
+    plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout, tail_dominates: bool
+) -> KernelCall:
     index = plain.device.index
     assert index is not None
     head_address = encoded.data_ptr()
     tail_address = head_address + layout.head_bytes if tail is None else tail.data_ptr()
-    host_side = not encoded.is_cuda or (tail is not None and layout.tail_bytes > 0 and not tail.is_cuda)
+    host_side = not encoded.is_cuda or (tail_dominates and tail is not None and tail.numel() > 0 and not tail.is_cuda)
     return KernelCall(
         index, plain.data_ptr(), plain.numel(), plain.dtype, head_address, tail_address, layout, host_side
     )

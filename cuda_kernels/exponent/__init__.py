@@ -10,6 +10,7 @@ of the bytes lie in the fixed-size head.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -24,6 +25,8 @@ from fxhome.cuda_kernels.tiles import Elements, tile_words
 
 @dataclass(frozen=True)
 class Exponent(TiledCodec):
+    tail_dominates: ClassVar[bool] = False
+
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         self.require_dtype(dtype)
         tile_elements = TILE_BYTES // dtype.itemsize
