@@ -38,7 +38,7 @@ class Ingredients:
     repair: bool = True
     polish: bool = True
     particles: int = 8
-    patience: int = 2000
+    patience: int | None = None  # evaluations without a gain; None: more for small graphs, whose evaluations are cheap
 
 
 def constructive_seeds(
@@ -378,7 +378,9 @@ def pso(
         last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
         last_kick = last_gain
         idle = 0
-        while evaluator.evaluations - last_gain < ingredients.patience and idle < 50:
+        nodes = s.problem.arrays.node_phase.shape[0]
+        patience = ingredients.patience or int(np.clip(2_000_000 // nodes, 1500, 8000))
+        while evaluator.evaluations - last_gain < patience and idle < 50:
             before = evaluator.evaluations
             for i in range(len(swarm.bests)):
                 swarm.step(i)

@@ -57,9 +57,7 @@ def _better(problem: Problem, budget: int, here: SearchResult, below: SearchResu
     peak, step = evaluate(problem, below.placement, budget)
     mine = fitness(here.peak_bytes, here.step_us, budget)
     if fitness(peak, step, budget) < mine and step <= below.step_us:
-        taken = replace(
-            here, placement=below.placement, peak_bytes=peak, step_us=step, budget_bytes=budget, feasible=True
-        )
+        taken = replace(here, placement=below.placement, peak_bytes=peak, step_us=step, feasible=True)
     elif below.step_us < here.step_us or not here.feasible:
         taken = replace(
             here,
