@@ -11,7 +11,8 @@ contains; off is the part of a swapped storage that is off the device there. Eve
              start(anchor) >= end of the first producer in the cut + their outs
            and for every deadline d among first direct readers
              step >= start(anchor) + time(anchor) + ins of those due by d + the backward's own compute from d on
-  compute  the forward that must run, the whole backward, each `again`, each encode and decode run on one engine;
+  compute  the forward that must run or that something saved needs (once_v), the whole backward, each `again`, each
+           encode and decode run on one engine;
            every `again` comes after the forward ends.
 
 What a KEEP storage does while nobody demands it costs nothing, so `kept` means kept and demanded. Recomputation
@@ -124,7 +125,11 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
     again = np.full(n, -1, np.int64)
     again[nodes] = 3 * count + np.arange(nodes.shape[0])
     places = 1 + len(anchors)
-    off0 = 3 * count + nodes.shape[0]
+    # Forward nodes that run in the forward only where something saved needs them.
+    optional = nodes[~facts.certain[nodes]]
+    once = np.full(n, -1, np.int64)
+    once[optional] = 3 * count + nodes.shape[0] + np.arange(optional.shape[0])
+    off0 = 3 * count + nodes.shape[0] + optional.shape[0]
     start0 = off0 + places * count
     step = start0 + places
     total = step + 1
@@ -186,6 +191,16 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         columns = columns[stuck].copy()
         columns[:, 3] = -1
         add(columns, np.array([[1.0, 1.0, 1.0, 1.0, -1.0]]), np.where(backward[reader[stuck]], 1.0, 0.0))
+
+    # optional: saved_s <= once(root of s), and once passes on to what a node reads
+    roots = g.storage_root[storages]
+    mine = np.flatnonzero(once[roots] >= 0)
+    columns = np.stack([once[roots[mine]], kept[mine], swapped[mine], encoded[mine]], 1)
+    add(columns, np.array([[1.0, -1.0, -1.0, -1.0]]), np.zeros(mine.shape[0]))
+    of_reader, of_source = facts.reader_edges
+    both = (once[of_reader] >= 0) & (once[of_source] >= 0)
+    columns = np.stack([once[of_source[both]], once[of_reader[both]]], 1)
+    add(columns, np.array([[1.0, -1.0]]), np.zeros(columns.shape[0]))
 
     size = g.storage_bytes[storages].astype(float)
     squeezed = np.minimum(size, g.storage_encoded_bytes[storages])
@@ -258,6 +273,8 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         )
         # compute before the anchor
         parts: list[Part] = [(start, 1.0)]
+        if anchor < 0 or backward[anchor]:
+            parts.append((once[optional], -time[optional].astype(np.float64)))
         if anchor >= 0 and backward[anchor]:
             sure = s.first_reader[g.root_storage[nodes]] if nodes.shape[0] else nodes
             known = (g.root_storage[nodes] >= 0) & (sure >= 0) & (sure <= anchor)
@@ -296,7 +313,8 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         [(last_column, 1.0), (boundary, -1.0), (again[nodes], -node_us), (encoded, -decode_us)],
         backward_us,
     )
-    add_one([(last_column, 1.0), (again[nodes], -node_us), (encoded, -codec_us)], forward_us + backward_us)
+    all_compute: list[Part] = [(last_column, 1.0), (again[nodes], -node_us), (encoded, -codec_us)]
+    add_one([*all_compute, (once[optional], -time[optional].astype(np.float64))], forward_us + backward_us)
     for place, anchor in enumerate(anchors):
         rest = (
             float(backward_from[anchor])
