@@ -23,7 +23,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome.managed_graph import Variant
 from fxhome.options import Options
 from fxhome.passes.inductor_check import ScheduleCheck
-from fxhome.passes.pipeline import Planned, Situation, plan_error_bound, rewrite
+from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_graph
 from fxhome.units import format_bytes
 
@@ -53,6 +53,7 @@ def compile_inductor(
         if predicted is None:
             return Variant(call, situation, planned, planned.plan)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
+        missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
         if over <= 0 or planned.is_best_effort:
             return Variant(call, situation, planned, planned.plan)
@@ -62,7 +63,7 @@ def compile_inductor(
             format_bytes(over),
         )
         if attempt < MAX_REPLANS:
-            situation = plan_error_bound(situation, over)
+            situation = with_lowering(situation, situation.lowering_bytes + over if missed <= 0 else missed + over // 8)
     raise planned.refuse(predicted)
 
 

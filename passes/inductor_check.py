@@ -206,17 +206,31 @@ def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
     timeline, _, _ = memory.compute_memory_timeline(nodes, inputs, outputs)
     main = "cuda" if "cuda" in graph.device_types else "cpu"
     total = len(nodes)
-    change = [0] * (total + 2)
-    lives: list[tuple[str, int, int, int]] = []
+    step_of = {buffer.get_name(): step for step, node in enumerate(nodes) for buffer in node.get_outputs()}
+    lives: dict[str, list[int]] = {}  # name -> [bytes, first step, last step]
+    aliases: list[tuple[str, str, int]] = []
     for entry in timeline:
         name = entry.buffer.get_name()
-        if _device_of(entry.buffer, graph) != main or _is_host(name, graph):
+        buffer = graph.name_to_buffer.get(name)
+        stop = entry.end_step if entry.end_step >= 0 else total
+        if _device_of(name, graph) != main or _is_host(name, graph) or _is_packed(buffer):
             continue
         start = max(entry.start_step, 0)
-        stop = entry.end_step if entry.end_step >= 0 else total
-        change[start] += allocated_bytes(entry.size_alloc, main)
-        change[stop + 1] -= allocated_bytes(entry.size_free, main)
-        lives.append((name, entry.size_free, start, stop))
+        source = _unpacked_from(buffer)
+        if source is not None:
+            # The results of one call are allocated by the call; the nodes that unpack them only name them.
+            if (aliased := _waited_for(source)) is not None:
+                aliases.append((name, aliased, stop))
+                continue
+            start = step_of[source.get_name()]
+        lives[name] = [allocated_bytes(entry.size_free, main), start, stop]
+    for _, aliased, stop in aliases:
+        if aliased in lives:
+            lives[aliased][2] = max(lives[aliased][2], stop)
+    change = [0] * (total + 2)
+    for size, start, stop in lives.values():
+        change[start] += size
+        change[stop + 1] -= size
     running = peak = worst = 0
     where = ""
     for step in range(total):
@@ -224,16 +238,32 @@ def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
         extra = max((workspace.get(origin.name, 0) for origin in _origins(nodes[step])), default=0)
         if running + extra > peak:
             peak, where, worst = running + extra, _label(nodes[step]), step
-    alive = [(name, size) for name, size, start, stop in lives if start <= worst <= stop and size]
+    alive = [(name, size) for name, (size, start, stop) in lives.items() if start <= worst <= stop and size]
     holders = tuple(sorted(alive, key=lambda item: -item[1])[:HOLDERS])
     return LoweredPeak(peak, running + change[total], where, holders)
 
 
-def _device_of(buffer: Any, graph: Any) -> str | None:
-    name = buffer.get_name()
+def _device_of(name: str, graph: Any) -> str | None:
     source = graph.graph_inputs.get(name) or graph.name_to_buffer.get(name)
     device = source.get_device() if source is not None and hasattr(source, "get_device") else None
     return device.type if device is not None else None
+
+
+def _is_packed(buffer: Any) -> bool:
+    """Whether a buffer stands for the several results of one call and is no memory itself."""
+    return type(getattr(buffer, "layout", None)).__name__ in ("MultiOutputLayout", "NoneLayout")
+
+
+def _unpacked_from(buffer: Any) -> Any:
+    """The call whose result a buffer names, or None."""
+    return buffer.inputs[0] if type(buffer).__name__ == "MultiOutput" else None
+
+
+def _waited_for(call: Any) -> str | None:
+    """The buffer that a wait returns unchanged, or None for any other call."""
+    if getattr(call, "op_overload", None) in (ops.swap_in_wait, ops.swap_out_wait):
+        return str(call.inputs[0].get_name())
+    return None
 
 
 def _is_host(name: str, graph: Any) -> bool:

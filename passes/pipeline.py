@@ -54,6 +54,9 @@ class Situation:
     between_bytes: int = 0
     """Needed by the graphs that run between this forward and its backward."""
     error_bound_bytes: int = 0
+    """How far above its prediction a metered step was."""
+    lowering_bytes: int = 0
+    """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such margin."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -175,7 +178,7 @@ def plan_graph(
         between_bytes=situation.between_bytes,
     )
     replay = find_replay(replays, facts)
-    fixed = resident + situation.error_bound_bytes
+    fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
     workspace = max(costs.workspace_bytes, default=0)
     by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
@@ -219,7 +222,7 @@ def plan_graph(
 
     if replay is None and baseline_bytes <= budget and options.policy == "pso":
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
-        plan = finish(stock_run, stock_placement, baseline_bytes - situation.error_bound_bytes, stats, 0.0, ())
+        plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
         return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
 
     if replay is not None:
@@ -328,6 +331,6 @@ def rewrite(joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs:
     return insert_transfers(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs)
 
 
-def plan_error_bound(situation: Situation, more_bytes: int) -> Situation:
-    """The same situation with a larger margin between prediction and budget."""
-    return replace(situation, error_bound_bytes=situation.error_bound_bytes + more_bytes)
+def with_lowering(situation: Situation, missed_bytes: int) -> Situation:
+    """The same situation after lowering needed `missed_bytes` more than the model said."""
+    return replace(situation, lowering_bytes=max(situation.lowering_bytes, missed_bytes))
