@@ -22,6 +22,8 @@ from fxhome.passes.search.structure import Int64, Structure, read_storages
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
 RELAXATIONS = 3
+# Above this many storages, seeds whose cost grows faster than linearly (linear programs, Capuchin) are left out.
+LARGE_DECISIONS = 4000
 KICK_EVALUATIONS = 600
 WANDER_PRICE = 10.0
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
@@ -52,7 +54,9 @@ def constructive_seeds(
     problem = s.problem
     base = base_placement(problem, s.demanded)
     starts: list[tuple[Placements, Prices]] = []
-    published = [capuchin, checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
+    published = [checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
+    if s.decisions.shape[0] <= LARGE_DECISIONS:
+        published.insert(0, capuchin)
     for policy in published:
         starts.append((policy(s, evaluator, storage_class), Prices(link=0.5)))
     for given in seeds:
@@ -359,7 +363,7 @@ def pso(
     try:
         evaluator.score(base_placement(s.problem, s.demanded))
         made: list[Placements] = []
-        if ingredients.relaxation:
+        if ingredients.relaxation and int(s.reachable.sum()) <= LARGE_DECISIONS:
             made += relaxed_seeds(s, evaluator, rng)
         if ingredients.seeds:
             made += constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
