@@ -1,7 +1,7 @@
 """Which codec each saved tensor could take, and what it would cost: by dtype, by its producer, by measured rates.
 
     bool                                        bitpack, on the device or on its way to the host
-    int64 indices of a pooling window           narrow8 / 16 / 32, by the range that the shape proves; the same two places
+    int64 indices of a pooling window           narrow8 / 16 / 32, by the range that the shape proves; both places
     floats with zeros (relu, dropout, ...)      zvc, on the way to the host: its rate depends on the data
     dense bf16                                  exponent, on the way to the host
     any float, if the user says lossy           block quantisation, both places
@@ -44,8 +44,8 @@ _aten = torch.ops.aten
 class StorageCodecs:
     """What one storage may be encoded with. Names are empty where there is no such codec.
 
-    encoded_bytes: on the device, as the allocator counts them, under `compress` or a staged `swap`; link_bytes: what a
-    plain copy of the same duration would move; slot_bytes: of the host slot; staged: `swap` encodes on the device first.
+    encoded_bytes: on the device, as the allocator counts them, under `compress` or a staged `swap`. link_bytes: what a
+    plain copy of the same duration moves. slot_bytes: of the host slot. staged: `swap` encodes on the device first.
     """
 
     compress: str = ""

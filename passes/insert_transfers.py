@@ -8,8 +8,8 @@
           relu_host, relu)                          relu_1 = fxhome.swap_in_wait(relu_in, relu_host)
       return ..., relu_host_1                       relu_backward = aten.threshold_backward(..., relu_1)
 
-What `insert_codecs` encoded is moved in that form, under its source's name. Where a codec is named and nothing was encoded,
-`swap_out_encoded` and `swap_in_encoded` stand in place of `swap_out` and `swap_in`.
+What `insert_codecs` encoded is moved in that form, under its source's name. Where a codec is named and nothing was
+encoded, `swap_out_encoded` and `swap_in_encoded` stand in place of `swap_out` and `swap_in`.
 A wait that the program puts behind `forward_end` stands in the backward; the source is then saved beside the host copy,
 because it must live until that wait. Inserted nodes carry their source's metadata and a fake value of their own.
 """

@@ -124,7 +124,10 @@ def _reason(fact: StorageFacts, code: int, problem: Problem, s: int) -> str:
     if code == COMPRESS:
         small = int(g.storage_encoded_bytes[s])
         us = float(g.storage_encode_us[s] + g.storage_decode_us[s])
-        return f"encoded to {small} bytes on the device; encode and decode take {us:.0f} us, copying would take {move_us:.0f} us each way"
+        return (
+            f"encoded to {small} bytes on the device; encode and decode take {us:.0f} us, "
+            f"copying would take {move_us:.0f} us each way"
+        )
     if code == COMPRESS_SWAP:
         less_us = float(g.storage_link_bytes[s]) * problem.link.d2h_us_per_byte
         return f"copied encoded in about {less_us:.0f} us each way instead of {move_us:.0f} us"
@@ -180,10 +183,11 @@ def placement_codes(plan: Plan, facts: GraphFacts, problem: Problem) -> Placemen
         code = CODE_OF[entry.placement]
         if storage is None or not problem.allowed[storage, code]:
             raise PlanMismatchError(
-                f"plan: it places '{entry.name}' as {entry.placement.value}, which this graph or these options do not allow; plan again"
+                f"plan: it places '{entry.name}' as {entry.placement.value}, which this graph or these options do not "
+                "allow; plan again"
             )
         placement[storage] = code
-    # What the plan does not mention is never asked for by the backward: rebuild it if it may be, so that nothing else is saved.
+    # The backward asks for nothing that the plan does not mention: rebuilt, it costs nothing and nothing else is saved.
     named = {by_name[entry.name] for entry in plan.placements}
     for storage in range(len(facts.storages)):
         if storage not in named and problem.allowed[storage, RECOMPUTE]:

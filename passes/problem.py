@@ -20,8 +20,8 @@ from fxhome.passes.simulate import (
     SimArrays,
 )
 
-# A result this many times smaller than a sibling of the same operator (batch norm's statistics beside its output) is not
-# rebuilt: while its operator ran again, the sibling would be allocated for it.
+# A result this many times smaller than a sibling of the same operator (batch norm's statistics beside its output) is
+# not rebuilt: while its operator ran again, the sibling would be allocated for it.
 SIBLING_RATIO = 64
 
 # Below this, moving or rebuilding a storage frees less than one allocator block and costs a launch each way.

@@ -6,9 +6,9 @@
     op relu  op pool ...  encode relu ... forward_end ...  decode relu  op relu_backward     compressed on the device
     op relu  op pool ...  encode relu  swap_out relu ...  swap_in_wait relu  decode relu     ... and moved
 
-A `swap_out` stands right behind its producer (or its encode); a wait right before the instruction at which the simulator
-saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list gives the
-same graphs.
+A `swap_out` stands right behind its producer (or its encode); a wait right before the instruction at which the
+simulator saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list
+gives the same graphs.
 """
 
 import numpy as np

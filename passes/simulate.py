@@ -4,9 +4,10 @@
     evaluate(problem, placement, budget)          (peak bytes, step us): the search's inner loop
     simulate(problem, placement, budget)          the same plus program, transfers, curve and holders
 
-`placement` is one int8 per storage (`KEEP`, `SWAP`, ...). `budget` is what graph storages may take: the user's bytes less
-what is resident. The budget steers where copies are waited for and started; the peak returned is the peak of the program
-that results, feasible or not. All byte figures are exact for the program; times are estimates and never change the peak.
+`placement` is one int8 per storage (`KEEP`, `SWAP`, ...). `budget` is what graph storages may take: the user's bytes
+less what is resident. The budget steers where copies are waited for and started; the peak returned is the peak of the
+program that results, feasible or not. All byte figures are exact for the program; times are estimates and never change
+the peak.
 """
 
 from dataclasses import dataclass, field
@@ -134,15 +135,9 @@ class SimResult:
     def nodes(self) -> npt.NDArray[np.int32]:
         """`program` in nodes alone: an encode or decode stands as the node whose result it handles."""
         g = self.arrays
-        nodes, storages = g.node_phase.shape[0], g.storage_bytes.shape[0]
-        of = np.clip(
-            np.where(self.program >= nodes + storages, self.program - nodes - storages, self.program - nodes), 0, None
-        )
-        if storages == 0:
-            return self.program
-        return np.where(self.program < nodes, self.program, g.storage_root[np.minimum(of, storages - 1)]).astype(
-            np.int32
-        )
+        of = np.concatenate([np.arange(g.node_phase.shape[0]), g.storage_root, g.storage_root])
+        found: npt.NDArray[np.int32] = of[self.program].astype(np.int32)
+        return found
 
 
 def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:

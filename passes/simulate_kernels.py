@@ -3,11 +3,11 @@
 Everything here works on flat arrays and allocates only arrays whose length is the length of the program. The four steps
 are separate functions, run in this order by `passes.simulate`:
 
-    build      placements            -> the order of every executed node, forward then backward, recomputed ones included,
-                                        with an instruction of its own for every encode and decode on the device
+    build      placements            -> the order of every executed node, forward then backward, recomputed ones
+                                        included, and an instruction for every encode and decode on the device
     liveness   program               -> the interval during which each storage instance is alive
     transfers  program + intervals   -> where each copy starts and is waited for, so that memory stays under the budget
-    timeline   program + transfers   -> time of every instruction on three engines (compute, device-to-host, host-to-device)
+    timeline   program + transfers   -> time of every instruction on three engines (compute and one per direction)
 
 A program entry below the number of nodes n is a node; n + s encodes storage s, n + storages + s decodes it.
 Positions are indices into the program. A storage instance is alive from the instruction that defines it up to and
@@ -25,7 +25,7 @@ INPUT, FORWARD, BACKWARD = range(3)
 OWNER, ALIAS, GETITEM, VIRTUAL = range(4)
 
 # An instance of a RECOMPUTE_EACH storage is reused by readers that follow within this many instructions; a later reader
-# gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is pure waste.
+# gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is waste.
 EACH_WINDOW = 12
 
 Int32 = npt.NDArray[np.int32]
@@ -35,7 +35,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 class SimArrays(NamedTuple):
-    """A joint graph as numbers. Node and storage ids are indices; nodes stand in program order, forward before backward."""
+    """A joint graph as numbers. Node and storage ids are indices; nodes stand in program order, forward first."""
 
     node_phase: Int8
     node_kind: Int8
@@ -58,7 +58,7 @@ class SimArrays(NamedTuple):
     storage_decode_us: Float64
     storage_link_bytes: Int64  # bytes that COMPRESS_SWAP moves: at the link's rate they take as long as the transfer
     storage_slot_bytes: Int64  # bytes of the host slot under COMPRESS_SWAP
-    # 1: COMPRESS_SWAP encodes on the device and moves the encoded bytes; 0: a kernel encodes while it writes to the host
+    # 1: COMPRESS_SWAP encodes on the device and moves what comes out; 0: a kernel encodes while it writes to the host
     storage_staged: Int8
     forward_output: Int32  # node ids
     backward_output: Int32  # node ids
@@ -191,8 +191,16 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
                     backward_recomputed[length] = 1
                     length += 1
                 # The getitem that asked for this node may now stand on the stack with all edges done: drop it.
-                while depth >= 0 and g.node_kind[stack_node[depth]] == GETITEM and available[stack_node[depth]] == 1 \
-                        and g.root_storage[stack_node[depth]] >= 0 and g.storage_owner[g.root_storage[stack_node[depth]]] == node:
+                while depth >= 0:
+                    item = stack_node[depth]
+                    result = g.root_storage[item]
+                    if (
+                        g.node_kind[item] != GETITEM
+                        or not available[item]
+                        or result < 0
+                        or g.storage_owner[result] != node
+                    ):
+                        break
                     depth -= 1
 
     needed = np.zeros(n, np.uint8)
@@ -267,8 +275,22 @@ def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):
 
 
 @njit(cache=True)
-def liveness(g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward, watch, held):  # type: ignore[no-untyped-def]
-    """Fill `curve[p]` = bytes alive at instruction p, without what transfers add; and the use positions of swapped storages.
+def liveness(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    curve,
+    produced,
+    last_forward,
+    first_backward,
+    last_backward,
+    watch,
+    held,
+):
+    """Fill `curve[p]` = bytes alive at instruction p, less what transfers add, and the use positions of what is moved.
 
     One pass from the end: when a definition is reached, every later reader of that instance has been seen. Views and
     virtual (fused, never materialised) nodes pass their last use on to what they read. `held[s]` becomes 1 for each
@@ -396,12 +418,28 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
         if p >= forward:
             curve[p] += g.outside_bytes[0]
     if forward < total:
-        # The moment between the two graphs belongs to the first instruction of the backward: what is alive then is alive there.
+        # The moment between the two graphs belongs to the first instruction of the backward.
         curve[forward] += g.outside_bytes[1]
 
 
 @njit(cache=True)
-def transfers(g, placement, saved, program, forward, total, link, budget, curve, produced, last_forward, first_backward, last_backward, wait_out, issue_in):  # type: ignore[no-untyped-def]
+def transfers(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    link,
+    budget,
+    curve,
+    produced,
+    last_forward,
+    first_backward,
+    last_backward,
+    wait_out,
+    issue_in,
+):
     """Place the waits of swap-outs and the starts of swap-ins; add what they hold to `curve`. Times here ignore stalls.
 
     `wait_out[s]`: the copy of s to the host is waited for right before this instruction, and its source released.
@@ -446,7 +484,7 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
     d2h_free = 0.0
     extra = 0
     for p in range(total):
-        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest one is waited for.
+        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
         i = head
         while i < queued:
             s = queue[i]
@@ -501,7 +539,7 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
                 extra += size_of[s]
     time_at[total] = now
 
-    # Prefetches: the latest start that still meets every later deadline, then as early as memory allows, in deadline order.
+    # Prefetches: the latest start that still meets every later deadline, or as early as memory allows, by deadline.
     swaps = count
     keys = np.empty(swaps, np.int64)
     for i in range(swaps):
@@ -533,7 +571,20 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
 
 
 @njit(cache=True)
-def timeline(g, placement, saved, program, forward, total, link, produced, first_backward, wait_out, issue_in, start_us):  # type: ignore[no-untyped-def]
+def timeline(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    link,
+    produced,
+    first_backward,
+    wait_out,
+    issue_in,
+    start_us,
+):
     """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
 
     Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
@@ -565,7 +616,7 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
     into = np.empty((count + 1, 2), np.float64)
     out_index = np.full(storages, -1, np.int32)
     in_index = np.full(storages, -1, np.int32)
-    # engine[0]: time up to which the copy engines have run; busy[0], busy[1]: their busy time; ends: head and tail of each queue
+    # engine[0]: time up to which the copy engines have run. busy[0], busy[1]: their busy time. ends: each queue's ends.
     engine = np.zeros(1, np.float64)
     busy = np.zeros(2, np.float64)
     ends = np.zeros(4, np.int64)
@@ -608,7 +659,8 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
             node = program[p]
             encoded = node >= n
             s = node - n if encoded else root_storage[node]
-            if s >= 0 and is_moved(placement, saved, s) and is_encoded(g, placement, s) == encoded and (encoded or produced[s] == p):
+            starts = s >= 0 and is_moved(placement, saved, s) and is_encoded(g, placement, s) == encoded
+            if starts and (encoded or produced[s] == p):
                 _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
                 out_index[s] = ends[1]
                 moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]

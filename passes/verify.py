@@ -1,7 +1,7 @@
 """The graph rules, as code. Run after each step in tests, and for users under `verify=True`.
 
-Raises GraphRuleError, naming the rule, the node and what was found. These are rules about our own rewrite: a breach is a
-bug in fxhome, never a user's mistake.
+Raises GraphRuleError, naming the rule, the node and what was found. These are rules about our own rewrite: a breach is
+a bug in fxhome, never a user's mistake.
 """
 
 from collections.abc import Iterable
@@ -22,7 +22,8 @@ SWAP_INS = (ops.swap_in, codec_ops.swap_in_encoded_op)
 
 def _fail(rule: str, node: fx.Node, found: str) -> GraphRuleError:
     return GraphRuleError(
-        f"verify: {rule}: node '{node.name}' ({node.target}): {found}; this is a bug in fxhome, please report it with the plan file"
+        f"verify: {rule}: node '{node.name}' ({node.target}): {found}; "
+        "this is a bug in fxhome, please report it with the plan file"
     )
 
 
@@ -66,7 +67,7 @@ def _signature(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def verify_transfers(forward: GraphModule, backward: GraphModule) -> None:
-    """Each swap-out has one wait before its host copy is read or its source released; each swap-in one before its reader."""
+    """Each swap-out has one wait before its copy is read or its source released; each swap-in one before its reader."""
     waits_out = 0
     outs = 0
     for module in (forward, backward):

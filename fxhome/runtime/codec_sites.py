@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import threading
 
-# Encoding goes on while it takes at most this share of the plain copy's time; a new attempt is made every so many steps.
+# Encoding goes on while it takes at most this share of the plain copy's time; then one step in so many tries again.
 BREAK_EVEN = 0.95
 RETRY_STEPS = 50
 

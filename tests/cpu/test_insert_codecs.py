@@ -104,7 +104,8 @@ def test_lossy_has_an_exact_peak_and_changes_gradients_a_little(case: Case, code
 
     assert "int8" in codecs_used(found)
     assert found.measured_peak_bytes == found.result.peak_bytes == found.written_peak_bytes
-    assert found.loss is not None and torch.equal(found.loss, case[2][0])
+    assert found.loss is not None
+    assert torch.equal(found.loss, case[2][0])
     assert not same(found, case)
     # A bias in front of a normalisation has no gradient but rounding.
     for gradient, exact in [pair for pair in zip(found.gradients, case[2][1], strict=True) if pair[0].dim() > 1]:
