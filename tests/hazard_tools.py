@@ -67,6 +67,8 @@ class Case:
     steps: int = len(TIMINGS)
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
     """Entered around each forward (autocast and the like)."""
+    reference: str = "aot_eager"
+    """What is right: "eager" where the stock backend itself gives other gradients than eager (pytorch#197039)."""
 
 
 @dataclass(frozen=True)
@@ -139,20 +141,21 @@ def outside_meter(record: Record) -> Iterator[None]:
     record.peaks.append(meter.peak_bytes)
 
 
-def compile_step(step: Step, options: dict[str, Any] | None = None) -> Step:
+def compile_step(step: Step, options: dict[str, Any] | None = None, *, dynamic: bool | None = None) -> Step:
     """`torch.compile` with fxhome under `options`, or with the stock backend where there are none."""
     if options is None:
-        return torch.compile(step, backend="aot_eager")
+        return torch.compile(step, backend="aot_eager", dynamic=dynamic)
     # The function instead of its registered name, so that a checkout that was never installed is tested as well.
-    return torch.compile(step, backend=fxhome_backend.fxhome, options=SETTINGS | options)
+    return torch.compile(step, backend=fxhome_backend.fxhome, options=SETTINGS | options, dynamic=dynamic)
 
 
 def record(case: Case, options: dict[str, Any] | None = None, *, metered: bool = False) -> Record:
-    """Run the steps of `case` and note everything a user could look at; without options, under the stock backend."""
+    """Run the steps of `case` and note everything a user could look at; without options, as the reference."""
     fresh()
     torch.manual_seed(0)
     model, inputs = case.build()
-    compiled = compile_step(case.step(model, case), options)
+    step = case.step(model, case)
+    compiled = step if options is None and case.reference == "eager" else compile_step(step, options)
     found = Record()
     for number in range(case.steps):
         # The first step compiles: what tracing allocates is not the step's.
