@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import gc
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -244,3 +245,9 @@ def assert_no_host_memory_in_use() -> None:
     """Every slot of the host pool has come back."""
     gc.collect()
     assert host_pool().status().in_use_bytes == 0
+
+
+def warnings_of(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """What fxhome said to the user."""
+    mine = [entry for entry in caplog.records if entry.name.startswith("fxhome") and entry.levelno >= logging.WARNING]
+    return [entry.getMessage() for entry in mine]
