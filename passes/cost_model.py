@@ -105,7 +105,7 @@ class TimingCache:
             try:
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
                 self.entries = {name: OpTiming(float(t), int(w)) for name, (t, w) in stored.items()}
-            except (OSError, ValueError, TypeError) as error:
+            except (OSError, ValueError, TypeError, AttributeError) as error:
                 log.warning("%s cannot be read (%s); operators are measured again", self.path, error)
 
     def save(self) -> None:
