@@ -17,6 +17,9 @@ from tests.hazard_tools import Case, Mode, all_modes, check
 
 ROWS, WIDTH = 512, 64
 
+# Dynamo of torch 2.11 makes an instance of a custom function's class.
+pytestmark = pytest.mark.filterwarnings("ignore:.* should not be instantiated:DeprecationWarning")
+
 
 def linears(count: int = 3) -> nn.ModuleList:
     return nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(count))
@@ -165,4 +168,5 @@ def test_a_users_checkpoint_policy_is_honoured(mode: Mode) -> None:
     assert not any("mm" in name for name in rebuilt), rebuilt
     saved = {entry.name for entry in plan.placements if entry.placement in (Placement.KEEP, Placement.SWAP)}
     assert any("mm" in name for name in saved)
-    assert not any("gelu" in name for name in saved), saved
+    kept = {entry.name for entry in plan.placements if entry.placement == Placement.KEEP}
+    assert not any("gelu" in name for name in kept), kept
