@@ -1,0 +1,122 @@
+"""Compile one training step under placements chosen here instead of searched, to measure the codecs by themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd
+
+from fxhome.device import DeviceProfile
+from fxhome.passes.baseline import copy_joint
+from fxhome.passes.capture import normalize
+from fxhome.passes.codec_choice import choose_codecs
+from fxhome.passes.cost_model import node_costs
+from fxhome.passes.facts import extract_facts
+from fxhome.passes.insert_codecs import insert_codecs
+from fxhome.passes.insert_transfers import insert_transfers
+from fxhome.passes.partition import partition
+from fxhome.passes.pipeline import link_of
+from fxhome.passes.problem import build_problem
+from fxhome.passes.schedule import schedule
+from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, SWAP, simulate
+from fxhome.passes.torch_compat import boxed_callable
+
+NO_LIMIT = 1 << 60
+Graphs = tuple[fx.GraphModule, fx.GraphModule]
+
+
+@dataclass(frozen=True)
+class Placed:
+    """Both graphs of a placement, and how many bytes each codec takes of the saved set."""
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    bytes_by_codec: dict[str, int]
+    saved_bytes: int
+
+
+def place(
+    joint: fx.GraphModule, num_fwd_outputs: int, profile: DeviceProfile, order: tuple[int, ...], lossy: bool | str
+) -> Placed:
+    """Give every saved storage the first placement of `order` that it may take; what may take none is kept."""
+    work = normalize(copy_joint(joint))
+    facts = extract_facts(work, num_fwd_outputs)
+    costs = node_costs(work, facts, profile, measure=False)
+    allow = {"swap", "compress"}
+    codecs = choose_codecs(work, facts, profile, allow, lossy=lossy)
+    problem = build_problem(facts, costs, link_of(profile), allow, codecs=codecs)
+    placement = problem.keep_all()
+    for code in reversed(order):
+        placement[problem.allowed[:, code]] = code
+    result = simulate(problem, placement, NO_LIMIT)
+    program = schedule(facts, placement, result)
+    names = {facts.storages[s].name: problem.codec_of(s, int(code)) for s, code in enumerate(placement)}
+    used = {name: codec for name, codec in names.items() if codec is not None}
+    graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, used)
+    graphs = insert_transfers(*graphs, program, num_fwd_outputs, used, facts.fingerprint)
+    by_codec: dict[str, int] = {}
+    for s in np.flatnonzero(result.saved):
+        codec = problem.codec_of(int(s), int(placement[s])) or ("swapped plainly" if placement[s] == SWAP else "kept")
+        by_codec[codec] = by_codec.get(codec, 0) + facts.storages[s].copy_bytes
+    return Placed(*graphs, by_codec, sum(by_codec.values()))
+
+
+def compile_placed(
+    step: Callable[..., Any], profile: DeviceProfile, order: tuple[int, ...], lossy: bool | str
+) -> tuple[Callable[..., Any], list[Placed]]:
+    """`torch.compile` with every saved storage placed by `order`; each traced graph is appended to the list."""
+    found: list[Placed] = []
+
+    def split(joint: fx.GraphModule, _: object, *, num_fwd_outputs: int, **__: Any) -> Graphs:
+        found.append(place(joint, num_fwd_outputs, profile, order, lossy))
+        return found[-1].forward, found[-1].backward
+
+    return torch.compile(step, backend=_backend(split), dynamic=False), found
+
+
+def capture_joint(step: Callable[..., Any], *args: Any) -> tuple[fx.GraphModule, int, list[Any]]:
+    """(joint graph, number of forward outputs, the forward's real inputs) of one step, from one trace."""
+    found: list[Any] = []
+
+    def split(joint: fx.GraphModule, inputs: object, *, num_fwd_outputs: int, **extra: Any) -> Graphs:
+        from torch._functorch.partitioners import default_partition
+
+        found.extend((copy_joint(joint), num_fwd_outputs))
+        graphs: Graphs = default_partition(joint, inputs, num_fwd_outputs=num_fwd_outputs, **extra)
+        return graphs
+
+    torch.compile(step, backend=_backend(split, found), dynamic=False)(*args)
+    joint, num_fwd_outputs, inputs = found[0], found[1], found[2]
+    return joint, num_fwd_outputs, inputs
+
+
+def _backend(split: Callable[..., Graphs], inputs: list[Any] | None = None) -> Callable[..., Any]:
+    def run(module: fx.GraphModule, _: Any) -> Any:
+        call = boxed_callable(module)
+
+        def noted(args: list[Any]) -> Any:
+            if inputs is not None and len(inputs) == 2:
+                inputs.append(list(args))
+            return call(args)
+
+        noted._boxed_call = True  # type: ignore[attr-defined]
+        return noted
+
+    compiler = aot_autograd(fw_compiler=run, bw_compiler=run, partition_fn=split)
+
+    def backend(module: fx.GraphModule, args: Any) -> Any:
+        with torch._functorch.config.patch(donated_buffer=False):
+            return compiler(module, args)
+
+    torch._dynamo.reset()
+    return backend
+
+
+ENCODED = (COMPRESS, COMPRESS_SWAP)
+SWAPPED = (SWAP,)
+SWAPPED_ENCODED = (COMPRESS_SWAP, SWAP)
