@@ -7,6 +7,7 @@ latency is the time of all copies and codec kernels, hidden or not, from events 
 
 from __future__ import annotations
 
+import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -17,7 +18,6 @@ import torch
 from torch import nn
 
 from benchmarks.codec_placed import SWAPPED, SWAPPED_ENCODED, Placed, capture_joint, place
-from fxhome.cuda_kernels import codec as codec_module
 from fxhome.device import DeviceProfile, cached_profile
 from fxhome.passes.torch_compat import boxed_callable
 from fxhome.runtime import codec_sites, transfer
@@ -36,7 +36,7 @@ class Photographs:
     """Random crops of two photographs; the class is photograph and quadrant."""
 
     def __init__(self, size: int, device: torch.device) -> None:
-        from sklearn.datasets import load_sample_images
+        from sklearn.datasets import load_sample_images  # type: ignore[import-not-found]
 
         self.size = size
         images = [
@@ -99,7 +99,10 @@ def trained(name: str, batch: int, size: int, steps: int, device: torch.device) 
 def transfer_times() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
     """Events around every copy and every codec kernel of the block, each counted once."""
     spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    run, launch, inside = transfer._CopyQueue.run, codec_module.launch, []
+    codec_module: Any = importlib.import_module("fxhome.cuda_kernels.codec")
+    queue_class: Any = transfer._CopyQueue
+    run, launch = queue_class.run, codec_module.launch
+    inside: list[int] = []
 
     def span(work: Callable[[], Any]) -> Any:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
@@ -125,11 +128,11 @@ def transfer_times() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]
         else:
             span(lambda: launch(*arguments))
 
-    transfer._CopyQueue.run, codec_module.launch = timed_run, timed_launch  # type: ignore[method-assign]
+    queue_class.run, codec_module.launch = timed_run, timed_launch
     try:
         yield spans
     finally:
-        transfer._CopyQueue.run, codec_module.launch = run, launch  # type: ignore[method-assign]
+        queue_class.run, codec_module.launch = run, launch
 
 
 def measure(placed: Placed, inputs: list[Any], num_fwd_outputs: int, repeats: int) -> dict[str, float]:

@@ -84,7 +84,8 @@ class Block(nn.Module):
         scores = (q @ k.transpose(-1, -2)) * (width // self.heads) ** -0.5
         mixed = scores.masked_fill(mask, float("-inf")).softmax(-1) @ v
         x = x + self.out(mixed.transpose(1, 2).reshape(batch, length, width))
-        return x + self.down(nn.functional.gelu(self.up(self.second(x))))
+        result: torch.Tensor = x + self.down(nn.functional.gelu(self.up(self.second(x))))
+        return result
 
 
 class ByteModel(nn.Module):
@@ -98,7 +99,7 @@ class ByteModel(nn.Module):
         self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        hidden = self.embed(x) + self.place
+        hidden: torch.Tensor = self.embed(x) + self.place
         for block in self.blocks:
             hidden = block(hidden, self.mask)
         return nn.functional.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), y.flatten())
@@ -117,7 +118,7 @@ class Task:
 
 def digits(device: torch.device, small: bool) -> Task:
     """Half of scikit-learn's digits to train on, half to measure."""
-    from sklearn.datasets import load_digits
+    from sklearn.datasets import load_digits  # type: ignore[import-not-found]
 
     data = load_digits()
     x = torch.from_numpy(data.images).float()[:, None].to(device) / 8 - 1
@@ -260,7 +261,7 @@ class Quality:
         torch._dynamo.reset()
         if isinstance(lossy, str):
             codec_choice.DEFAULT_LOSSY = lossy
-        options = {"allow": ("compress",), "lossy": bool(lossy), "inner": "aot_eager"}
+        options: dict[str, Any] = {"allow": ("compress",), "lossy": bool(lossy), "inner": "aot_eager"}
         budget: int | str = "1%"
         state = {key: value.clone() for key, value in model.state_dict().items()}
         try:
@@ -296,7 +297,7 @@ def main() -> None:
     name = "codec_swap_latency" if arguments.swap_latency else f"codec_training_{arguments.through}"
 
     def say(section: str, case: str, **values: Any) -> None:
-        row = {"section": section, "case": case}
+        row: dict[str, Any] = {"section": section, "case": case}
         row |= {key: round(value, 4) if isinstance(value, float) else value for key, value in values.items()}
         rows.append(row)
         print("  " + "  ".join(f"{key}={value}" for key, value in row.items()), flush=True)

@@ -228,7 +228,7 @@ def _window_maximum(node: fx.Node, zeros: list[float]) -> float:
 
 def _concatenation(node: fx.Node, zeros: list[float]) -> float:
     sizes = [source.meta["val"].numel() for source in node.all_input_nodes]
-    return sum(share * size for share, size in zip(zeros, sizes, strict=True)) / max(1, sum(sizes))
+    return float(sum(share * size for share, size in zip(zeros, sizes, strict=True)) / max(1, sum(sizes)))
 
 
 def _clamped(node: fx.Node, zeros: list[float]) -> float:

@@ -82,7 +82,8 @@ def step(source: torch.Tensor, site: str = "site") -> torch.Tensor:
     """Out and back once."""
     place = geometry(source)
     host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(source, place[0], "zvc", place[0] // 2, site), source)
-    return ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+    back: torch.Tensor = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+    return back
 
 
 def test_the_size_is_seen_and_reported() -> None:
