@@ -50,7 +50,7 @@ def compile_eager(
         keep_inference_input_mutations=True,
     )
     # A donated buffer forbids backward(retain_graph=True); it saves nothing where each node runs by itself. With the
-    # setting off nothing is collected; `donate_nothing` tells the run time, which asks the setting again, that so it is.
+    # setting off nothing is collected; `donate_nothing` tells the run time so, which asks the setting again.
     with torch._functorch.config.patch(donated_buffer=False):
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     planned = found[-1] if found else None

@@ -69,7 +69,7 @@ def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int
 
 
 def _paired(taken: list[fx.Node], saved: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
-    """Backward inputs with what the forward saves for them: the stock partition saves sizes last and takes them first."""
+    """Backward inputs with what the forward saves for them: the stock one saves sizes last, takes them first."""
 
     def in_common_order(nodes: list[fx.Node]) -> list[fx.Node]:
         return sorted(nodes, key=lambda node: isinstance(node.meta.get("val"), torch.Tensor))

@@ -68,7 +68,7 @@ def static_metadata() -> Any:
 
 
 def donate_nothing() -> None:
-    """Say to the step being traced that none of its saved tensors is donated: backward(retain_graph=True) is allowed then."""
+    """Say to the step being traced that no saved tensor is donated: backward(retain_graph=True) is allowed then."""
     metadata = static_metadata()
     if metadata is not None:
         metadata.bw_donated_idxs = []

@@ -1,4 +1,4 @@
-"""What a node costs: measured once and cached, by bytes where nothing is measured, nothing for views. No test of a time."""
+"""What a node costs: measured once and cached, by bytes elsewhere, nothing for views. No test of a time."""
 
 from __future__ import annotations
 

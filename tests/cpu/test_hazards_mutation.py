@@ -1,4 +1,4 @@
-"""Mutation and aliasing under swap and recompute: in-place operators, written inputs and buffers, outputs that alias."""
+"""Mutation and aliasing under swap and recompute: in-place operators, written inputs, outputs that alias."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def test_a_written_input_ends_as_in_eager_when_the_step_fails_to_fit_later() -> 
 
 @pytest.mark.parametrize("budget", ["100%", 0.7])
 def test_a_budget_that_changes_nothing_else_changes_no_gradient(budget: object) -> None:
-    """The stock partition rebuilds from inputs that the step has overwritten; where it fits, it must not be taken as it is."""
+    """The stock partition rebuilds from inputs that the step has overwritten: it must not be taken as it is."""
     case = CASES["a buffer written between its readers"]
     expected = record(case)
     found = record(case, {"memory_budget": budget})

@@ -1,4 +1,4 @@
-"""Steps that are not one forward and one backward: retained graphs, accumulation, failures, evaluation, other batches."""
+"""Steps that are not one forward and one backward: retained graphs, accumulation, failures, other batches."""
 
 from __future__ import annotations
 
@@ -180,7 +180,7 @@ def test_a_forward_without_backward_gives_its_host_memory_back() -> None:
 
 
 def test_an_exception_in_the_middle_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The step fails while copies are under way; nothing leaks, and the same compiled step then gives the right result."""
+    """The step fails while copies are under way; nothing leaks, and the next step is right."""
     from fxhome.runtime import transfer
 
     def scenario(step: Step, model: nn.Module, found: Record) -> None:

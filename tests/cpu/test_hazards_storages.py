@@ -1,4 +1,4 @@
-"""Storages that are not a plain contiguous float tensor: tied, viewed, split, strided, of every dtype, empty or numbers."""
+"""Storages that are not a plain contiguous float tensor: tied, viewed, split, strided, of any dtype, or empty."""
 
 from __future__ import annotations
 
@@ -115,7 +115,14 @@ class NotTensors(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(
-        self, x: torch.Tensor, rows: torch.Tensor, scale: float, power: int, flag: bool, extra: dict[str, Any], none: None
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+        power: int,
+        flag: bool,
+        extra: dict[str, Any],
+        none: None,
     ) -> torch.Tensor:
         assert none is None
         for layer in self.layers:

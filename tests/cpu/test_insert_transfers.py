@@ -1,4 +1,4 @@
-"""Copies to and from the host in both graphs: text, counts, metadata, numbers under poison, and nothing without copies."""
+"""Copies to and from the host in both graphs: text, counts, metadata, and numbers under poison."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_the_same_program_gives_the_same_graphs() -> None:
 
 
 def test_a_wait_behind_the_forward_saves_the_source_too() -> None:
-    """A copy that takes longer than the rest of the forward is waited for in the backward, where its source still lives."""
+    """A copy that takes longer than the rest of the forward is waited for in the backward: its source lives on."""
     module, outputs = normalized(chain, *chain_inputs())
     facts, problem = problem_of(module, outputs)
     slow = Problem(problem.arrays, problem.link._replace(d2h_us_per_byte=1.0), problem.allowed, problem.group)

@@ -165,7 +165,7 @@ def test_resident_tensors_gives_one_tensor_per_storage() -> None:
 
 
 def test_tensors_of_a_trace_are_passed_over() -> None:
-    """A failed trace leaves functional and fake tensors alive; they hold no memory and must not end every later step."""
+    """A failed trace leaves functional and fake tensors alive; they must not end every later step."""
     with FakeTensorMode():
         fake = torch.zeros(KIB)
     functional = torch._to_functional_tensor(torch.zeros(KIB, device="meta"))

@@ -52,7 +52,8 @@ def test_a_real_model_is_not_touched() -> None:
 def test_meta_and_real_models_give_the_same_plan() -> None:
     fresh()
     plans = [
-        fxhome.plan(build(device), (torch.empty(BATCH, WIDTH, device=device),), "70%", device="cpu") for device in ("meta", "cpu")
+        fxhome.plan(build(device), (torch.empty(BATCH, WIDTH, device=device),), "70%", device="cpu")
+        for device in ("meta", "cpu")
     ]
     assert plans[0] == plans[1]
 

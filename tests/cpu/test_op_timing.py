@@ -1,4 +1,4 @@
-"""Timing runs real operators on tensors of its own: layouts are the recorded ones, nothing of the process is touched."""
+"""Timing runs real operators on tensors of its own: recorded layouts, nothing of the process is touched."""
 
 from __future__ import annotations
 

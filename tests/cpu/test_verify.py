@@ -79,7 +79,7 @@ def test_every_node_has_a_value(rewritten: Written) -> None:
     forward, backward = partition(joint, program, outputs)
     node = next(node for node in forward.graph.nodes if node.name == "tanh")
     del node.meta["val"]
-    with pytest.raises(GraphRuleError, match="node 'tanh' .* is missing"):
+    with pytest.raises(GraphRuleError, match=r"node 'tanh' .* is missing"):
         verify_partition(joint, forward, backward, program, outputs)
 
 
