@@ -19,8 +19,8 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.device import DeviceProfile, cached_profile
-from fxhome.errors import DeviceError, FxhomeError, OptionError, PlanMismatchError
+from fxhome.device import cached_profile
+from fxhome.errors import DeviceError, FxhomeError
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
@@ -53,7 +53,8 @@ def fxhome(
         device = _device_of(example_inputs)
         return managed(gm, example_inputs, parsed, device, mode)
     except FxhomeError as error:
-        return _Refusal(error)
+        # Without its traceback, whose frames hold the example inputs.
+        return _Refusal(error.with_traceback(None))
 
 
 def _reset() -> None:
