@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxhome.cuda_kernels import codec_by_name
 from fxhome.runtime import codec_ops, codec_sites, ops
@@ -158,3 +161,31 @@ def test_fakes_have_the_real_sizes() -> None:
     assert fake_host.shape == host.shape
     assert back.shape == here.shape == source.shape
     assert back.untyped_storage().nbytes() == here.untyped_storage().nbytes() == size_bytes
+
+
+def test_inductor_keeps_layouts_and_values() -> None:
+    """The operators are opaque calls to it; a transposed mask must come back with its own strides."""
+
+    def through(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = (x.permute(1, 0) > 0).clone(memory_format=torch.contiguous_format).permute(1, 0)
+        encoded = codec_ops.encode_op(mask, 5000, "bitpack")
+        values = torch.relu(x) + 0.0
+        host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(values, 20_000, "zvc", 100, "inductor"), values)
+        back = codec_ops.swap_in_encoded_op(host, 20_000, [50, 100], [100, 1], 0, torch.float32, torch.device("cpu"))
+        back = ops.swap_in_wait(back, host)
+        decoded = codec_ops.decode_op(encoded, 5000, [50, 100], [1, 50], 0, torch.bool, "bitpack")
+        return torch.where(decoded, back * 2, back - 1), decoded
+
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    x = torch.randn(50, 100, generator=torch.Generator().manual_seed(0))
+    graph = make_fx(through, tracing_mode="fake")(x)
+    fakes = [node.meta["val"] for node in graph.graph.nodes if node.op == "placeholder"]
+    with torch._guards.tracing(torch._guards.TracingContext(fakes[0].fake_mode)), torch.no_grad():
+        compiled: Any = compile_fx_inner(graph, fakes)
+    with cpu_stand_in(copy_timing="latest", poison=True), torch.no_grad():
+        found, decoded = compiled([x.clone()])
+
+    assert decoded.stride() == (1, 50)
+    assert torch.equal(decoded, x > 0)
+    assert torch.equal(found, torch.where(x > 0, torch.relu(x) * 2, torch.relu(x) - 1))
