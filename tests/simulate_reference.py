@@ -166,7 +166,8 @@ class Model:
         self.total, self.end = len(result.program), result.forward_length
 
     def sources(self, node: int) -> list[int]:
-        return self.g.read_node[self.g.read_start[node] : self.g.read_start[node + 1]].tolist()
+        found: list[int] = self.g.read_node[self.g.read_start[node] : self.g.read_start[node + 1]].tolist()
+        return found
 
     def behind(self, node: int) -> int:
         """The node whose storage a view shows."""

@@ -51,7 +51,7 @@ def measured(forward: Any, backward: Any, outputs: int, inputs: list[torch.Tenso
         del saved
         gradients = second(arguments)
     del gradients, tangents
-    return meter.peak_bytes - before
+    return int(meter.peak_bytes - before)
 
 
 @pytest.mark.parametrize("budget", [0, EVERYTHING], ids=["tight", "roomy"])

@@ -203,7 +203,8 @@ def test_an_input_that_is_written_outside_the_graph() -> None:
             x.mul_(0.5)
             y = layers[1](y * x.exp()).tanh()
             x.add_(y)
-            return layers[2](x.exp()).tanh().square().mean()
+            loss: torch.Tensor = layers[2](x.exp()).tanh().square().mean()
+            return loss
 
         leaf = torch.randn(ROWS, WIDTH, requires_grad=True)
         x = leaf * 1.0

@@ -44,7 +44,9 @@ class Net(nn.Module):
         self.broken = broken
 
     def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
-        for layer in self.blocks[index]:  # type: ignore[union-attr]
+        layers = self.blocks[index]
+        assert isinstance(layers, nn.ModuleList)
+        for layer in layers:
             x = F.gelu(layer(x))
         return x
 

@@ -47,7 +47,8 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             x = F.dropout(F.gelu(layer(x)), 0.1, self.training)
-        return self.norm(x)
+        result: torch.Tensor = self.norm(x)
+        return result
 
 
 def step_of(model: nn.Module) -> Step:
@@ -181,7 +182,7 @@ def test_a_forward_without_backward_gives_its_host_memory_back() -> None:
 
 def test_an_exception_in_the_middle_of_the_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """The step fails while copies are under way; nothing leaks, and the next step is right."""
-    from fxhome.runtime import transfer
+    from fxhome.runtime import stand_in
 
     def scenario(step: Step, model: nn.Module, found: Record) -> None:
         step(batch()).backward()
@@ -195,7 +196,7 @@ def test_an_exception_in_the_middle_of_the_forward(monkeypatch: pytest.MonkeyPat
     def fail_in_forward(step: Step, model: nn.Module) -> None:
         state, rng = copy.deepcopy(model.state_dict()), torch.get_rng_state()
         if host_pool().status().peak_bytes and not torch.is_inference_mode_enabled():
-            original = transfer.stand_in.start_out
+            original = stand_in.start_out
 
             def start_out(*args: Any) -> Any:
                 nonlocal calls
@@ -205,7 +206,7 @@ def test_an_exception_in_the_middle_of_the_forward(monkeypatch: pytest.MonkeyPat
                 return original(*args)
 
             with monkeypatch.context() as patch:
-                patch.setattr(transfer.stand_in, "start_out", start_out)
+                patch.setattr(stand_in, "start_out", start_out)
                 x = batch()
                 try:
                     step(x)

@@ -104,7 +104,9 @@ class Complex(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         z = torch.complex(self.layer(x), x) * self.turn
         z = torch.fft.fft(z.exp() * 1e-2, dim=1) * self.turn.conj()
-        return torch.fft.ifft(z * z.abs(), dim=1).real * z.angle()
+        back: torch.Tensor = torch.fft.ifft(z * z.abs(), dim=1)
+        result: torch.Tensor = back.real * z.angle()
+        return result
 
 
 class NotTensors(nn.Module):

@@ -39,7 +39,7 @@ def run(compiled: Step, model: nn.Module) -> int:
     with StorageMeter(granule_bytes=1) as meter:
         meter.track_resident()
         compiled(x).backward()
-    return meter.peak_bytes
+    return int(meter.peak_bytes)
 
 
 def the_graph() -> ManagedGraph:
@@ -123,7 +123,7 @@ def test_an_eager_loss_is_learned_as_outside_and_planned_again_once(caplog: pyte
             logged = [y.detach().exp(), y.detach().cos()]  # what a user's own code keeps through the backward
             y.square().mean().backward()
             del logged
-        return meter.peak_bytes
+        return int(meter.peak_bytes)
 
     stock = compile_step(model, {"memory_budget": "100%"})
     step(stock)

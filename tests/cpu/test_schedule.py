@@ -5,21 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from fxhome.passes.facts import GraphFacts
 from fxhome.passes.schedule import kept_bytes, schedule
 from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP, Problem, simulate
 from tests.graph_tools import EVERYTHING, chain, chain_inputs, normalized, placed, problem_of
 
 
 @pytest.fixture(scope="module")
-def example() -> tuple[object, Problem]:
+def example() -> tuple[GraphFacts, Problem]:
     module, outputs = normalized(chain, *chain_inputs())
     return problem_of(module, outputs)
 
 
 @pytest.mark.parametrize("budget", [0, 30_000, EVERYTHING])
 @pytest.mark.parametrize("code", [KEEP, SWAP, RECOMPUTE])
-def test_executed_nodes_are_the_simulated_program(example: object, code: int, budget: int) -> None:
-    facts, problem = example  # type: ignore[misc]
+def test_executed_nodes_are_the_simulated_program(example: tuple[GraphFacts, Problem], code: int, budget: int) -> None:
+    facts, problem = example
     placement = placed(problem, code)
     result = simulate(problem, placement, budget)
     program = schedule(facts, placement, result)
@@ -33,8 +34,8 @@ def test_executed_nodes_are_the_simulated_program(example: object, code: int, bu
 
 
 @pytest.mark.parametrize("budget", [0, 30_000, EVERYTHING])
-def test_each_swap_is_out_waited_in_waited_in_this_order(example: object, budget: int) -> None:
-    facts, problem = example  # type: ignore[misc]
+def test_each_swap_is_out_waited_in_waited_in_this_order(example: tuple[GraphFacts, Problem], budget: int) -> None:
+    facts, problem = example
     placement = placed(problem, SWAP)
     result = simulate(problem, placement, budget)
     program = schedule(facts, placement, result)
@@ -52,8 +53,8 @@ def test_each_swap_is_out_waited_in_waited_in_this_order(example: object, budget
     assert all(kinds.count(kind) == len(moved) for kind in ("swap_out", "swap_out_wait", "swap_in", "swap_in_wait"))
 
 
-def test_waits_and_issues_stand_right_before_their_instruction(example: object) -> None:
-    facts, problem = example  # type: ignore[misc]
+def test_waits_and_issues_stand_right_before_their_instruction(example: tuple[GraphFacts, Problem]) -> None:
+    facts, problem = example
     placement = placed(problem, SWAP)
     result = simulate(problem, placement, 30_000)
     program = schedule(facts, placement, result)
@@ -71,8 +72,8 @@ def test_waits_and_issues_stand_right_before_their_instruction(example: object) 
         assert places["swap_out", name] == result.produced[s] + 1
 
 
-def test_kept_bytes_add_up_to_the_saved_set(example: object) -> None:
-    facts, problem = example  # type: ignore[misc]
+def test_kept_bytes_add_up_to_the_saved_set(example: tuple[GraphFacts, Problem]) -> None:
+    facts, problem = example
     placement = placed(problem, SWAP)
     result = simulate(problem, placement, EVERYTHING)
     by_code = kept_bytes(facts, placement, result)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import fx
 from torch.fx.graph_module import GraphModule
 
 from fxhome.errors import GraphRuleError
@@ -37,7 +37,7 @@ def rewritten() -> Written:
     return module, forward, backward, program, outputs
 
 
-def first(module: GraphModule, target: object) -> fx.Node:
+def first(module: GraphModule, target: object) -> Any:
     return next(node for node in module.graph.nodes if node.target is target)
 
 
