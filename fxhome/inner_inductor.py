@@ -46,10 +46,10 @@ def compile_inductor(
         planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
-        check = ScheduleCheck(planned.plan.program if not planned.is_baseline else (), planned.workspace_by_node)
+        check = _check_for(planned, situation)
         call = _lower(gm, example_inputs, planned, check, _patches(planned, options))
         predicted = _checked_peak(planned, check, situation)
-        log.debug("lowered forward: %s; backward: %s", check.forward, check.backward)
+        log.debug("model peak %d; lowered forward: %s; backward: %s", planned.plan.predicted_peak_bytes, check.forward, check.backward)
         if predicted is None:
             return Variant(call, situation, planned, planned.plan)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
@@ -65,6 +65,14 @@ def compile_inductor(
         if attempt < MAX_REPLANS:
             situation = with_lowering(situation, situation.lowering_bytes + over if missed <= 0 else missed + over // 8)
     raise planned.refuse(predicted)
+
+
+def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
+    if planned.is_baseline:
+        return ScheduleCheck((), planned.workspace_by_node)
+    room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
+    behind = planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+    return ScheduleCheck(planned.plan.program, planned.workspace_by_node, room, room - behind)
 
 
 def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> Planned | None:
@@ -117,7 +125,10 @@ def _patches(planned: Planned, options: Options) -> dict[str, Any]:
         return {}
     moves = any(item.kind.startswith("swap") for item in planned.plan.program)
     # Inductor may order compute for its own peak, but copies stand where the plan wants them.
-    return {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+    pinned = {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+    # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
+    # serves as well.
+    return pinned | {"allow_buffer_reuse": False}
 
 
 class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
