@@ -240,7 +240,7 @@ def _draw(rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     models = list(dict.fromkeys(r["model"] for r in rows))
-    columns = min(3, len(models))
+    columns = min(2 if len(models) <= 4 else 3, len(models))
     lines = -(-len(models) // columns)
     figure, axes = pyplot.subplots(lines, columns, figsize=(5 * columns, 3.5 * lines), squeeze=False)
     for axis, model in zip(axes.flat, models, strict=False):
@@ -251,6 +251,8 @@ def _draw(rows: list[Row], path: Path) -> None:
         axis.set(title=model, xscale="log", xlabel="evaluations", ylabel="step / keep-all")
         axis.set_ylim(top=min(axis.get_ylim()[1], 1.6))
     axes.flat[0].legend(fontsize=7)
+    for axis in axes.flat[len(models) :]:
+        axis.set_visible(False)
     figure.tight_layout()
     figure.savefig(path, dpi=110)
 
@@ -278,13 +280,16 @@ def main() -> None:
     found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
     for name in wanted:
         found[name] = SECTIONS[name](options.evaluations)
-        found["command"] = f"python -m benchmarks.search --evaluations {options.evaluations}"
+        commands = found.setdefault("commands", {})
+        commands[name] = f"python -m benchmarks.search --sections {name} --evaluations {options.evaluations}"
         found["machine"] = f"{platform.machine()}, Python {platform.python_version()}"
         saved.write_text(json.dumps(found, indent=1) + "\n")
     if "convergence" in found:
         _draw(found["convergence"], RESULTS / "search_convergence.png")
-    parts = ["# Search", f"`{found['command']}`, seed 0, {found['machine']}. Figures are the simulator's, not a GPU's."]
-    parts += [TEXT[name](found[name]) for name in SECTIONS if name in found]
+    parts = ["# Search", f"Seed 0, {found['machine']}. Figures are the simulator's, not a GPU's."]
+    for name in SECTIONS:
+        if name in found:
+            parts += [TEXT[name](found[name]), f"`{found['commands'][name]}`"]
     (RESULTS / "search.md").write_text("\n\n".join(parts) + "\n")
 
 

@@ -12,7 +12,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from fxhome.passes.search.evaluator import base_placement
 from fxhome.passes.search.relaxation import Relaxation, choose_anchors, relax_problem
 from fxhome.passes.search.result import Placements
-from fxhome.passes.search.structure import Float64, Structure, read_structure
+from fxhome.passes.search.structure import Float64, Structure, instruction_times, read_structure
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, PLACEMENTS, RECOMPUTE, SWAP, Problem, simulate
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
@@ -102,7 +102,8 @@ def _tight_places(s: Structure, budget: int, placement: Placements, known: list[
     """Where the rounded solution is over the budget or waits for memory: node ids for further anchors, worst first."""
     result = simulate(s.problem, placement, budget)
     program, total = result.program, result.program.shape[0]
-    busy = s.problem.arrays.node_time_us[program]
+    busy = instruction_times(s.problem.arrays, program)
+    nodes = s.problem.arrays.node_phase.shape[0]
     wait = np.diff(result.start_us, prepend=0.0)
     wait[1:] -= busy
     over = np.maximum(0, result.curve[:total] - budget)
@@ -111,7 +112,7 @@ def _tight_places(s: Structure, budget: int, placement: Placements, known: list[
     found: list[int] = []
     for p in places:
         q = p
-        while q < total and result.recomputed[q]:
+        while q < total and (result.recomputed[q] or program[q] >= nodes):
             q += 1
         if q < total and int(program[q]) not in known and int(program[q]) not in found:
             found.append(int(program[q]))

@@ -208,9 +208,10 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
     time = g.node_time_us
     out_us = link.latency_us + g.storage_copy_bytes[storages] * link.d2h_us_per_byte
     in_us = link.latency_us + g.storage_copy_bytes[storages] * link.h2d_us_per_byte
-    # COMPRESS_SWAP moves no more than the smaller of both sizes.
+    # COMPRESS_SWAP may move fewer bytes, and hold fewer while it waits for its copy.
     small = allowed[:, COMPRESS_SWAP]
-    moved = np.minimum(g.storage_copy_bytes[storages], g.storage_encoded_bytes[storages])
+    staged = np.where(small, squeezed, size)
+    moved = np.minimum(g.storage_copy_bytes[storages], g.storage_link_bytes[storages])
     out_us = np.where(small, link.latency_us + moved * link.d2h_us_per_byte, out_us)
     in_us = np.where(small, link.latency_us + moved * link.h2d_us_per_byte, in_us)
     decode_us = g.storage_decode_us[storages].astype(np.float64)
@@ -265,8 +266,8 @@ def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12)
         add_one(
             [
                 (kept[held], -size[held] / MIB),
-                (swapped[held], -size[held] / MIB),
-                (off[held], size[held] / MIB),
+                (swapped[held], -staged[held] / MIB),
+                (off[held], staged[held] / MIB),
                 (encoded[held], -kept_encoded / MIB),
             ],
             (fixed - budget) / MIB,

@@ -33,7 +33,9 @@ class _Offers:
     choice: npt.NDArray[np.int8]
     price_us: npt.NDArray[np.float64]
     freed_bytes: npt.NDArray[np.float64]
-    dragged: tuple[npt.NDArray[np.int32], ...]  # unsaved sources per holder, which its recomputation drags in
+    # unsaved[starts[h]:starts[h + 1]]: sources that recomputing holder h drags in; holder is -1 where nothing is.
+    unsaved: npt.NDArray[np.int32]
+    starts: npt.NDArray[np.int64]
     holder: npt.NDArray[np.int64]
 
 
@@ -44,9 +46,12 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
     stores = holders.storage
     none = np.empty(0, np.int64)
     if stores.shape[0] == 0:
-        return _Offers(none, none.astype(np.int8), none.astype(float), none.astype(float), (), none)
+        return _Offers(
+            none, none.astype(np.int8), none.astype(float), none.astype(float), none.astype(np.int32), none, none
+        )
     rebuilt = np.zeros(g.node_phase.shape[0], np.uint8)
-    rebuilt[result.program[result.forward_length :]] = 1
+    backward = result.program[result.forward_length :]
+    rebuilt[backward[backward < rebuilt.shape[0]]] = 1
     recomputable = problem.allowed[:, RECOMPUTE]
     cost = np.empty(stores.shape[0])
     extra = np.empty(stores.shape[0], np.int64)
@@ -84,9 +89,10 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
         origin.append(index[ok])
     where = np.concatenate(origin)
     code_of = np.concatenate(choice)
-    dragged = tuple(np.split(closure[:used], starts[1:-1]))
     where = np.where((code_of == RECOMPUTE) | (code_of == RECOMPUTE_EACH), where, -1)
-    return _Offers(np.concatenate(storage), code_of, np.concatenate(price), np.concatenate(freed), dragged, where)
+    return _Offers(
+        np.concatenate(storage), code_of, np.concatenate(price), np.concatenate(freed), closure, starts, where
+    )
 
 
 def convert(
@@ -111,8 +117,9 @@ def convert(
         done.add(storage)
         tried.add((storage, choice))
         placement[storage] = choice
-        if offers.holder[i] >= 0:
-            for source in offers.dragged[offers.holder[i]]:
+        holder = offers.holder[i]
+        if holder >= 0:
+            for source in offers.unsaved[offers.starts[holder] : offers.starts[holder + 1]]:
                 if source not in done and placement[source] == KEEP:
                     placement[source] = RECOMPUTE
         freed += float(offers.freed_bytes[i])

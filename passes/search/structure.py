@@ -192,6 +192,12 @@ def read_storages(g: SimArrays, node: int) -> list[int]:
     return found
 
 
+def instruction_times(g: SimArrays, program: Int32) -> Float64:
+    """Compute us of every program entry: nodes, then encodes, then decodes by storage."""
+    times: Float64 = np.concatenate([g.node_time_us, g.storage_encode_us, g.storage_decode_us])[program]
+    return times
+
+
 @dataclass(frozen=True, eq=False)
 class Holders:
     """Storages alive at one position and what moving each elsewhere would free."""
@@ -212,8 +218,8 @@ def holders_at(structure: Structure, placement: Placements, result: SimResult, p
     liveness(g, placement, result.saved, result.program, forward, total, curve, a, b, c, d, position, held)
     free = np.zeros(storages, np.bool_)
     free[structure.decisions] = True
-    if position < total:
-        node = int(result.program[position])
+    node = int(result.nodes[position]) if position < total else g.node_phase.shape[0]
+    if node < g.node_phase.shape[0]:
         touched = g.root_storage[g.backward_alias[g.read_node[g.read_start[node] : g.read_start[node + 1]]]]
         free[touched[touched >= 0]] = False
         free[g.own_storage[g.own_start[node] : g.own_start[node + 1]]] = False

@@ -18,7 +18,7 @@ from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_pla
 from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vdnn_conv
 from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
-from fxhome.passes.search.structure import Int64, Structure, read_storages
+from fxhome.passes.search.structure import Int64, Structure, instruction_times, read_storages
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
 RELAXATIONS = 3
@@ -331,7 +331,7 @@ class Swarm:
 
 def waited_for(s: Structure, result: SimResult) -> list[Int64]:
     """For the longest waits of the program, longest first: the swapped storages whose copies queue up before it."""
-    busy = s.problem.arrays.node_time_us[result.program]
+    busy = instruction_times(s.problem.arrays, result.program)
     wait = np.diff(result.start_us, prepend=0.0)
     wait[1:] -= busy
     swapped = np.flatnonzero((result.saved == 1) & (result.issue_in >= 0))
