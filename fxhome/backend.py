@@ -94,13 +94,14 @@ def managed(
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                return compile_inductor(gm, example_inputs, plan_step, situation, options)
+                return compile_inductor(gm, example_inputs, plan_step, situation)
             from fxhome.inner_eager import compile_eager
 
             return compile_eager(gm, example_inputs, plan_step, situation, graph)
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))
+    graph.ends_in_graph_break = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     graph.prepare()
     return graph
 

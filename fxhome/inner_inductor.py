@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
+from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
-from fxhome.options import Options
 from fxhome.passes.inductor_check import ScheduleCheck
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_graph
@@ -39,19 +39,14 @@ class _DecidedError(BaseException):
 
 
 def compile_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation, options: Options
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
 ) -> Variant:
     """Plan, lower and check one Dynamo graph. Raises what planning raises."""
     for attempt in range(MAX_REPLANS + 1):
         planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
-        check = _check_for(planned, situation)
-        call = _lower(gm, example_inputs, planned, check, _patches(planned, options))
-        predicted = _checked_peak(planned, check, situation)
-        log.debug("model peak %d; lowered forward: %s; backward: %s", planned.plan.predicted_peak_bytes, check.forward, check.backward)
-        if predicted is None:
-            return Variant(call, situation, planned, planned.plan)
+        call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
@@ -63,8 +58,35 @@ def compile_inductor(
             format_bytes(over),
         )
         if attempt < MAX_REPLANS:
-            situation = with_lowering(situation, situation.lowering_bytes + over if missed <= 0 else missed + over // 8)
+            more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
+            situation = with_lowering(situation, more)
     raise planned.refuse(predicted)
+
+
+def _lower_and_check(
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation
+) -> tuple[Callable[..., Any], int]:
+    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile anew."""
+    fingerprint = planned.plan.fingerprint()
+    check = _check_for(planned, situation)
+    call = _lower(gm, example_inputs, planned, check, _patches(planned))
+    predicted = _checked_peak(planned, check, situation)
+    if predicted is None:
+        above = recall(fingerprint, planned.is_baseline)
+        if above is not None:
+            return call, planned.plan.resident_bytes + above
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            call = _lower(gm, example_inputs, planned, check, _patches(planned))
+        predicted = _checked_peak(planned, check, situation)
+        assert predicted is not None, "without a cache the scheduler runs"
+    remember(fingerprint, planned.is_baseline, predicted - planned.plan.resident_bytes)
+    log.debug(
+        "model peak %d; lowered forward: %s; backward: %s",
+        planned.plan.predicted_peak_bytes,
+        check.forward,
+        check.backward,
+    )
+    return call, predicted
 
 
 def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
@@ -120,7 +142,7 @@ def _compile_fx(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[st
     return compiled
 
 
-def _patches(planned: Planned, options: Options) -> dict[str, Any]:
+def _patches(planned: Planned) -> dict[str, Any]:
     if planned.is_baseline:
         return {}
     moves = any(item.kind.startswith("swap") for item in planned.plan.program)
@@ -157,10 +179,3 @@ def _checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) 
     backward = check.backward.peak_bytes + planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
     between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
     return resident + max(forward, backward, between)
-
-
-@contextlib.contextmanager
-def no_caches() -> Iterator[None]:
-    """Compile without Inductor's graph cache, for measurements that must see the scheduler."""
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        yield

@@ -22,7 +22,7 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.errors import FxhomeError
+from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.placement import Plan
@@ -33,6 +33,7 @@ log = logging.getLogger("fxhome")
 
 # On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is enough.
 CPU_SCAN_EVERY = 16
+RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
 
 
@@ -99,6 +100,10 @@ class ManagedGraph:
         self._error_bound_bytes = 0
         self._first_resident = 0
         self._replan = False
+        self.ends_in_graph_break = False
+        self._joined = self.was_joined = False
+        self._last: Session | None = None
+        self._seen_outside = 0
         self._announced: set[str] = set()
         ledger.register(self)
 
@@ -118,7 +123,11 @@ class ManagedGraph:
             self.refusal = error
 
     def _situation(self, resident_bytes: int) -> Situation:
+        if self.device.type == "cuda":
+            # Rounded, so that a second process makes the same plan and finds it in the caches.
+            resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
+            leave_room=(self.ends_in_graph_break or self.was_joined) and not self._joined,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
@@ -164,7 +173,14 @@ class ManagedGraph:
         latest = self.variants[-1]
         if self._replan:
             self._replan = False
-            return self._add_variant(resident)
+            try:
+                return self._add_variant(resident)
+            except InfeasibleBudgetError:
+                if not self._between_bytes:
+                    raise
+                # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
+                self._between_bytes, self._joined = 0, False
+                return self._add_variant(resident)
         if latest.fits(resident):
             return latest
         for variant in self.variants:
@@ -188,6 +204,7 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
+        ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         meter = None
         if metered:
@@ -262,13 +279,41 @@ class ManagedGraph:
             return
         variant.metered = True
         if self.device.type == "cuda":
-            session.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            session.peak_bytes = max(session.forward_peak_bytes, torch.cuda.max_memory_allocated(self.device))
             session.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
         elif session.meter is not None:
             session.peak_bytes = session.meter.peak_bytes
         else:
             return
         self._learn(session)
+        ledger.note_backward_done(self)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a forward of this graph waits for its backward."""
+        return any(node() is not None and not session.done for node, session in self._pending)
+
+    def join(self, between_bytes: int) -> None:
+        """Plan again at the next forward, knowing what the graphs between this forward and its backward need."""
+        self._joined = self.was_joined = True
+        self._between_bytes = between_bytes
+        self._replan = True
+
+    @property
+    def share(self) -> ledger.Share | None:
+        """What this graph needs of the common budget; None before its first metered step."""
+        variant = self.variants[-1] if self.variants else None
+        if variant is None or variant.planned is None or self._last is None:
+            return None
+        planned = variant.planned
+        return ledger.Share(
+            entry_bytes=self._last.entry_bytes,
+            saved_bytes=planned.boundary_bytes,
+            wanted_bytes=planned.stock_boundary_bytes,
+            least_bytes=planned.smallest_peak_bytes(),
+            outside_bytes=self._seen_outside,
+            budget_bytes=planned.plan.budget_bytes,
+        )
 
     def _learn(self, session: Session) -> None:
         """Record what the metered step showed; where the promise broke, learn what it missed and plan again, once."""
@@ -280,6 +325,7 @@ class ManagedGraph:
             expected = session.entry_bytes + planned.boundary_bytes
             tangents = planned.tangent_bytes
             outside = max(0, session.backward_entry_bytes - expected - tangents)
+        self._last, self._seen_outside = session, outside
         log.debug(
             "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak %d, boundary %d",
             session.entry_bytes,

@@ -57,6 +57,8 @@ class Situation:
     """How far above its prediction a metered step was."""
     lowering_bytes: int = 0
     """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such margin."""
+    leave_room: bool = False
+    """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -81,6 +83,15 @@ class Planned:
 
     workspace_by_node: dict[str, int] = field(default_factory=dict)
     """Device bytes that an operator takes besides its results, by joint graph node."""
+
+    stock_boundary_bytes: int = 0
+    """What the baseline would save for the backward."""
+    problem: Problem | None = None
+
+    def smallest_peak_bytes(self) -> int:
+        """The least graph bytes that a plan of this graph can do with."""
+        assert self.problem is not None
+        return minimum_peak(self.problem)[0]
 
     def checked(self, predicted_bytes: int) -> Plan:
         """The plan with the peak that the compiler's own buffers give in place of the model's."""
@@ -175,7 +186,8 @@ def plan_graph(
         link_of(profile),
         options.allow,
         outside_bytes=situation.outside_bytes,
-        between_bytes=situation.between_bytes,
+        # The backward's tangents are not there yet in between.
+        between_bytes=max(0, situation.between_bytes - sum(facts.storages[s].size_bytes for s in facts.tangent_storages)),
     )
     replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
@@ -220,10 +232,10 @@ def plan_graph(
             notes=notes,
         )
 
-    if replay is None and baseline_bytes <= budget and options.policy == "pso":
+    if replay is None and baseline_bytes <= budget and options.policy == "pso" and not situation.leave_room:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
-        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
+        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, stock_boundary_bytes=stock_peak.boundary_bytes, problem=problem, step_seconds=runner.seconds)
 
     if replay is not None:
         check_replay(replay, facts, profile, inner)
@@ -233,7 +245,7 @@ def plan_graph(
         program = replay.program
     else:
         placement, result, stats, gap = runner.run(
-            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident)
+            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room)
         )
         notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
@@ -248,7 +260,7 @@ def plan_graph(
         verify_transfers(forward, backward)
     written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for))
     short = plan.predicted_peak_bytes > plan.budget_bytes
-    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, output_bytes=written.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
+    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, output_bytes=written.output_bytes, workspace_by_node=by_node, stock_boundary_bytes=stock_peak.boundary_bytes, problem=problem, step_seconds=runner.seconds)
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
@@ -259,9 +271,12 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
 
 
 def _search(
-    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, resident: int
+    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, resident: int, leave_room: bool
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
+    if leave_room:
+        least, _ = minimum_peak(problem, options.seed)
+        room = min(room, least + max(0, room - least) // 8)
     with progress("searching placements", total=options.max_evaluations) as advance:
         counted = 0
 

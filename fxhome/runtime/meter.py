@@ -146,12 +146,18 @@ def measure_cuda(device: torch.device | int | None = None) -> Iterator[CudaPeak]
 
 
 def _cpu_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
-    """The tensor's storage; None where it has none (sparse, wrappers) or it is not real CPU memory (fake, meta)."""
+    """The tensor's storage; None where it has none (sparse, wrappers) or it is not real CPU memory (fake, meta).
+
+    A functional tensor of a trace says "cpu" and holds nothing: only its pointer, which cannot be asked for, tells.
+    """
     try:
         storage = tensor.untyped_storage()
+        if storage.device.type != "cpu":
+            return None
+        storage.data_ptr()
     except (NotImplementedError, RuntimeError):
         return None
-    return storage if storage.device.type == "cpu" else None
+    return storage
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:
