@@ -2,8 +2,10 @@
 
     python -m benchmarks.budgets [model ...] [--out benchmarks/results/budgets_cpu]
 
-Inner aot_eager. Per row: asked, predicted, measured by the plan's own meter and by an independent one around the whole step;
-gradients and buffers compared bitwise with stock aot_eager under the same seed. Each model runs in a process of its own;
+Inner aot_eager. Per row: asked, predicted, measured by the plan's own meter and by an independent one around the
+whole step;
+gradients and buffers compared bitwise with stock aot_eager under the same seed. Each model runs in a process of its
+own;
 rows that are there already are not measured again.
 """
 
@@ -51,7 +53,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.models:
-        process = multiprocessing.get_context("spawn").Process(target=measure_model, args=(name, MODELS[name], arguments.out))
+        process = multiprocessing.get_context("spawn").Process(
+            target=measure_model, args=(name, MODELS[name], arguments.out)
+        )
         process.start()
         process.join()
         if process.exitcode:
@@ -71,7 +75,12 @@ def measure_model(name: str, batch: int, folder: Path) -> None:
         step = torch.compile(model, backend="aot_eager")
         _run(step, model, inputs, None)
         _restore(model, state)
-        document |= {"model": name, "batch": batch, "torch": torch.__version__, "baseline_bytes": _metered(step, model, inputs)}
+        document |= {
+            "model": name,
+            "batch": batch,
+            "torch": torch.__version__,
+            "baseline_bytes": _metered(step, model, inputs),
+        }
         path.write_text(json.dumps(document, indent=1) + "\n")
         torch._dynamo.reset()
     _restore(model, state)
@@ -91,7 +100,9 @@ def measure_model(name: str, batch: int, folder: Path) -> None:
         print(name, share, json.dumps(row), flush=True)
 
 
-def measure_row(model: nn.Module, inputs: tuple[Any, ...], state: dict[str, Any], reference: dict[str, Any], budget: int) -> dict[str, Any]:
+def measure_row(
+    model: nn.Module, inputs: tuple[Any, ...], state: dict[str, Any], reference: dict[str, Any], budget: int
+) -> dict[str, Any]:
     """One budget: the first step compared bitwise and metered by the plan, the second metered from outside."""
     torch._dynamo.reset()
     gc.collect()
@@ -158,27 +169,40 @@ def table(folder: Path) -> str:
     lines = [
         "# Budgets held on CPU, inner aot_eager",
         "",
-        f"Python {platform.python_version()}, {platform.machine()}, 2 cores; `python -m benchmarks.budgets`. MB are 1e6 bytes.",
-        "`predicted` counts what the process held when the step began; `outside` is an independent meter over the model, its inputs and all",
+        f"Python {platform.python_version()}, {platform.machine()}, 2 cores; `python -m benchmarks.budgets`. MB "
+        "are 1e6 bytes.",
+        "`predicted` counts what the process held when the step began; `outside` is an independent meter over the "
+        "model, its inputs and all",
         "that the step allocates, so it leaves out what else the process held.",
         "",
-        "| model, batch | budget | asked MB | predicted MB | measured MB | exact | outside MB | bitwise | kept / swapped / recomputed MB | planning s (search) |",
+        "| model, batch | budget | asked MB | predicted MB | measured MB | exact | outside MB | bitwise | kept / "
+        "swapped / recomputed MB | planning s (search) |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for path in sorted(folder.glob("*.json")):
         document = json.loads(path.read_text())
         for share, row in document["rows"].items():
-            head = f"| {document['model']}, {document['batch']} | {share} of {document['baseline_bytes'] / 1e6:.1f} | {row['asked_bytes'] / 1e6:.1f} |"
+            baseline = document["baseline_bytes"] / 1e6
+            asked = row["asked_bytes"] / 1e6
+            head = f"| {document['model']}, {document['batch']} | {share} of {baseline:.1f} | {asked:.1f} |"
             if "minimum_bytes" in row:
-                lines.append(f"{head} refused: at least {row['minimum_bytes'] / 1e6:.1f}; besides residents held by {row['largest_holder']} | | | | | | |")
+                lines.append(
+                    f"{head} refused: at least {row['minimum_bytes'] / 1e6:.1f}; besides residents held by "
+                    f"{row['largest_holder']} | | | | | | |"
+                )
                 continue
             placed = row["placed"]
             again = placed.get("recompute", 0) + placed.get("recompute_each", 0)
             shares = " / ".join(f"{size / 1e6:.0f}" for size in (placed.get("keep", 0), placed.get("swap", 0), again))
-            exact = "yes" if row["predicted_bytes"] == row["measured_bytes"] else str(row["measured_bytes"] - row["predicted_bytes"])
+            exact = (
+                "yes"
+                if row["predicted_bytes"] == row["measured_bytes"]
+                else str(row["measured_bytes"] - row["predicted_bytes"])
+            )
             seconds = row["planning_seconds"]
             lines.append(
-                f"{head} {row['predicted_bytes'] / 1e6:.1f} | {row['measured_bytes'] / 1e6:.1f} | {exact} | {row['outer_measured_bytes'] / 1e6:.1f} | "
+                f"{head} {row['predicted_bytes'] / 1e6:.1f} | {row['measured_bytes'] / 1e6:.1f} | {exact} "
+                f"| {row['outer_measured_bytes'] / 1e6:.1f} | "
                 f"{row['bitwise']} | {shares} | {sum(seconds.values()):.1f} ({seconds.get('search', 0.0):.1f}) |"
             )
     return "\n".join(lines) + "\n"

@@ -17,8 +17,8 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.device import DeviceProfile, cached_profile
-from fxhome.errors import DeviceError, FxhomeError, OptionError, PlanMismatchError
+from fxhome.device import cached_profile
+from fxhome.errors import DeviceError, FxhomeError
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
@@ -116,7 +116,9 @@ def _device_of(example_inputs: Sequence[Any]) -> torch.device:
         )
     other = sorted({device.type for device in devices} - {"cuda", "cpu"})
     if other:
-        raise DeviceError(f"fxhome: tensors on {', '.join(other)}; only cuda and cpu are supported. Move the model first")
+        raise DeviceError(
+            f"fxhome: tensors on {', '.join(other)}; only cuda and cpu are supported. Move the model first"
+        )
     return cuda[0] if cuda else torch.device("cpu")
 
 
@@ -131,12 +133,20 @@ def _stored_plans(options: Options) -> tuple[Plan, ...]:
 def _notes(mode: str | None, inner: str) -> list[str]:
     notes = []
     if mode is not None:
-        notes.append(f"mode={mode!r} is not applied: host copies make CUDA graphs impossible, and fxhome keeps Inductor's stock settings")
+        notes.append(
+            f"mode={mode!r} is not applied: host copies make CUDA graphs impossible, and fxhome keeps Inductor's "
+            "stock settings"
+        )
         log.warning("fxhome: %s", notes[-1])
     ddp = torch.nn.parallel.DistributedDataParallel
-    if torch.distributed.is_available() and ddp._get_active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
+    if (
+        torch.distributed.is_available()
+        and ddp._get_active_ddp_module() is not None
+        and torch._dynamo.config.optimize_ddp
+    ):
         notes.append(
-            "DistributedDataParallel's optimizer splits the model into one graph per bucket, each planned by itself under "
+            "DistributedDataParallel's optimizer splits the model into one graph per bucket, each planned by "
+            "itself under "
             "the one budget; torch._dynamo.config.optimize_ddp = False gives one graph and a better plan"
         )
         log.warning("fxhome: %s", notes[-1])
@@ -156,4 +166,7 @@ def _fail_at_recompile_limit() -> None:
     """At its recompile limit Dynamo would run the model eagerly, without any budget: make it raise instead."""
     if not torch._dynamo.config.fail_on_recompile_limit_hit:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        log.info("fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore the budget)")
+        log.info(
+            "fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore "
+            "the budget)"
+        )

@@ -53,20 +53,24 @@ def compile_inductor(
         if over <= 0 or planned.is_best_effort:
             return Variant(call, situation, planned, planned.plan)
         log.warning(
-            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with that margin",
+            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with "
+            "that margin",
             format_bytes(predicted),
             format_bytes(over),
         )
         if attempt < MAX_REPLANS:
             more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
             situation = with_lowering(situation, more)
+    assert planned is not None
     raise planned.refuse(predicted)
 
 
 def _lower_and_check(
     gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation
 ) -> tuple[Callable[..., Any], int]:
-    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile anew."""
+    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
+    anew.
+    """
     fingerprint = planned.plan.fingerprint()
     check = _check_for(planned, situation)
     call = _lower(gm, example_inputs, planned, check, _patches(planned))
@@ -97,10 +101,14 @@ def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
     return ScheduleCheck(planned.plan.program, planned.workspace_by_node, room, room - behind)
 
 
-def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> Planned | None:
+def _plan_only(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
+) -> Planned | None:
     found: list[Planned] = []
 
-    def decide(joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None) -> tuple[GraphModule, GraphModule]:
+    def decide(
+        joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None
+    ) -> tuple[GraphModule, GraphModule]:
         found.append(plan_step(joint, inputs, num_fwd_outputs, situation, static))
         raise _DecidedError
 
@@ -108,22 +116,31 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanSt
         raise _DecidedError
 
     with contextlib.suppress(_DecidedError):
-        _compile_fx(gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never)
+        _compile_fx(
+            gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never
+        )
     return found[0] if found else None
 
 
 def _lower(
-    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned | None, check: ScheduleCheck | None, patches: dict[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    planned: Planned | None,
+    check: ScheduleCheck | None,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:
     if planned is not None and not planned.is_baseline:
 
-        def follow(joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None) -> tuple[GraphModule, GraphModule]:
+        def follow(
+            joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None
+        ) -> tuple[GraphModule, GraphModule]:
             return rewrite(joint, planned.plan.program, num_fwd_outputs)
 
         patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
     if check is not None:
         patches = patches | {"_post_fusion_custom_pass": check}
-    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then forbid
+    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then
+    # forbid
     # backward(retain_graph=True).
     planned_here = planned is not None and not planned.is_baseline
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
@@ -131,15 +148,18 @@ def _lower(
             return _compile_fx(gm, example_inputs, patches)
 
 
-def _compile_fx(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any) -> Callable[..., Any]:
+def _compile_fx(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any
+) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
     own = fx.GraphModule(gm, copy_graph(gm.graph))
     own.meta = dict(gm.meta)
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
-    return compiled
+        compiled: Any = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
+    result: Callable[..., Any] = compiled
+    return result
 
 
 def _patches(planned: Planned) -> dict[str, Any]:
@@ -153,14 +173,16 @@ def _patches(planned: Planned) -> dict[str, Any]:
     return pinned | {"allow_buffer_reuse": False}
 
 
-class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `function`; in Inductor's cache keys it stands for the plan."""
 
     def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]], identity: str) -> None:
         self.function = function
         self.identity = identity
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         return self.function(gm, joint_inputs, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
 
     def uuid(self) -> str:

@@ -19,11 +19,13 @@ from fxhome.placement import Plan
 if TYPE_CHECKING:
     from fxhome.managed_graph import ManagedGraph
 
+
 @dataclass(frozen=True)
 class Share:
     """What one graph of a step needs, seen in its metered step. Bytes.
 
-    entry: held at its forward's entry. saved: what its plan keeps for the backward. wanted: what the baseline would keep.
+    entry: held at its forward's entry. saved: what its plan keeps for the backward. wanted: what the baseline would
+    keep.
     least: the smallest peak of any plan, above entry. outside: held during its backward by no part of its graph.
     """
 
@@ -96,7 +98,8 @@ def note_backward_done(graph: ManagedGraph) -> None:
 def joint_between(shares: list[Share]) -> list[int]:
     """Bytes to keep free between each graph's forward and its backward, in the order of the forwards.
 
-    What all graphs may save together is the budget less what was held before the step and less the largest least need of any
+    What all graphs may save together is the budget less what was held before the step and less the largest least need
+    of any
     of them; each gets a part of it in proportion to what it would keep if it could.
     """
     budget, held = shares[0].budget_bytes, shares[0].entry_bytes

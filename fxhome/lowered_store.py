@@ -1,6 +1,7 @@
 """What the scheduler's buffers needed for a plan, kept on disk.
 
-Inductor's graph cache skips the scheduler when it hits, so the check after lowering sees nothing then. The same plan on the
+Inductor's graph cache skips the scheduler when it hits, so the check after lowering sees nothing then. The same plan
+on the
 same versions was checked when the cached graphs were made: that result is read back here.
 """
 

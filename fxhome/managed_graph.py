@@ -3,7 +3,8 @@
     entry of a forward:  what is resident?  -> a variant whose promise still holds, or a new one planned for it
     first step of a variant: metered        -> asked / predicted / measured; a broken promise is planned again, once
 
-A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started with.
+A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started
+with.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
 
-# On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is enough.
+# On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is
+# enough.
 CPU_SCAN_EVERY = 16
 RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
@@ -52,7 +54,9 @@ class Variant:
         if self.plan is None:
             return True
         grown = resident_bytes - self.plan.resident_bytes
-        return grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
+        return (
+            grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
+        )
 
 
 class Session:
@@ -82,7 +86,9 @@ Compile = Callable[["ManagedGraph", Situation, Plan | None], Variant]
 class ManagedGraph:
     """The callable that torch.compile gets. `compile_variant` runs AOTAutograd and the inner compiler once."""
 
-    def __init__(self, module: GraphModule, options: Options, device: torch.device, compile_variant: Compile, replay: Plan | None) -> None:
+    def __init__(
+        self, module: GraphModule, options: Options, device: torch.device, compile_variant: Compile, replay: Plan | None
+    ) -> None:
         self.module = module
         self.options = options
         self.device = device
@@ -192,7 +198,8 @@ class ManagedGraph:
         grown = resident - latest.plan.resident_bytes
         self._announce(
             "grown",
-            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer state, gradients or "
+            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer "
+            "state, gradients or "
             "another forward's activations): planning again",
         )
         return self._add_variant(resident)
@@ -222,7 +229,7 @@ class ManagedGraph:
         return Session(variant, resident, meter, metered)
 
     def _rebase(self, variant: Variant, resident: int) -> None:
-        """What is resident now is what the prediction starts from: tracing itself holds a little that is gone by now."""
+        """Start the prediction from what is resident now: tracing itself holds a little that is gone by now."""
         assert variant.plan is not None
         gone = variant.plan.resident_bytes - resident
         if gone > 0:
@@ -319,7 +326,8 @@ class ManagedGraph:
         """Record what the metered step showed; where the promise broke, learn what it missed and plan again, once."""
         variant = session.variant
         plan, planned = variant.plan, variant.planned
-        assert plan is not None and planned is not None
+        assert plan is not None
+        assert planned is not None
         outside = 0
         if session.backward_entry_bytes is not None:
             expected = session.entry_bytes + planned.boundary_bytes
@@ -327,7 +335,8 @@ class ManagedGraph:
             outside = max(0, session.backward_entry_bytes - expected - tangents)
         self._last, self._seen_outside = session, outside
         log.debug(
-            "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak %d, boundary %d",
+            "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak "
+            "%d, boundary %d",
             session.entry_bytes,
             session.forward_peak_bytes,
             session.backward_entry_bytes,
@@ -337,7 +346,9 @@ class ManagedGraph:
             planned.boundary_bytes,
         )
         variant.plan = plan.with_measurement(
-            peak_bytes=session.peak_bytes, step_seconds=plan.measured_step_seconds, reserved_bytes=session.reserved_bytes
+            peak_bytes=session.peak_bytes,
+            step_seconds=plan.measured_step_seconds,
+            reserved_bytes=session.reserved_bytes,
         )
         session.meter = None
         if session.peak_bytes <= plan.budget_bytes or planned.is_best_effort:
@@ -349,7 +360,8 @@ class ManagedGraph:
         self._announce(
             "overrun",
             f"the measured peak {format_bytes(session.peak_bytes)} is {format_bytes(over)} over the budget of "
-            f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: planning again",
+            f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: "
+            "planning again",
         )
         # Planned at the next forward: autograd is off in here, so tracing would not see a training step.
         self._outside_bytes = max(self._outside_bytes, outside)
@@ -359,7 +371,9 @@ class ManagedGraph:
 
 def _compiled_node(outputs: Any, depth: int = 3) -> Any:
     """The autograd node of the compiled graph behind `outputs`, or None (no gradient wanted)."""
-    level = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    level = [
+        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
     for _ in range(depth):
         for node in level:
             if type(node).__name__ == "CompiledFunctionBackward":

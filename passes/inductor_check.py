@@ -1,7 +1,10 @@
-"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's buffers.
+"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's
+buffers.
 
-Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the wrong
-side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the forward
+Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the
+wrong
+side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the
+forward
 are resident and not counted, host copies are not on the device, outputs live to the end.
 """
 
@@ -10,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor import custom_graph_pass
-
 
 from fxhome.passes.facts import allocated_bytes
 from fxhome.passes.partition import INSTRUCTION
@@ -27,7 +29,9 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 @dataclass(frozen=True)
 class LoweredPeak:
-    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst moment."""
+    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst
+    moment.
+    """
 
     peak_bytes: int
     end_bytes: int
@@ -37,7 +41,9 @@ class LoweredPeak:
 
 
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
-    """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of them."""
+    """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
+    them.
+    """
 
     def __init__(
         self,
@@ -229,7 +235,9 @@ def _curve(nodes: list[Any], workspace: Mapping[str, int]) -> tuple[list[int], i
 
 
 def buffer_lives(nodes: list[Any]) -> dict[str, tuple[int, int, int]]:
-    """(bytes, first step, last step) of every device buffer under this order, inputs that the graph may free included."""
+    """(bytes, first step, last step) of every device buffer under this order, inputs that the graph may free
+    included.
+    """
     from torch._inductor import memory
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
@@ -322,7 +330,11 @@ def _release_earlier(nodes: list[Any], followers: dict[Any, Any], worst: int) ->
     for wait in nodes[worst + 1 :]:
         if transfer_of(wait) is not ops.swap_out_wait:
             continue
-        needed = [index[other] for other in nodes if any(b.get_name() in {d.name for d in wait.unmet_dependencies} for b in other.get_outputs())]
+        needed = [
+            index[other]
+            for other in nodes
+            if any(b.get_name() in {d.name for d in wait.unmet_dependencies} for b in other.get_outputs())
+        ]
         if any(i >= worst for i in needed):
             continue
         sources = [d.name for d in wait.read_writes.reads]
@@ -368,5 +380,3 @@ def _is_host(name: str, graph: Any) -> bool:
 def pinned_order(check: ScheduleCheck) -> list[str]:
     """The transfers and kernels of the graph lowered last, in order: what a test of the order reads."""
     return list(check.order)
-
-

@@ -29,8 +29,8 @@ from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
 from fxhome.passes.problem import build_problem
-from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.schedule import schedule
+from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
 from fxhome.passes.verify import verify_boundary, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
@@ -48,7 +48,9 @@ class Situation:
     """What the process looks like when a graph is planned. Bytes on the device of the graph."""
 
     resident_bytes: int | None
-    """Held at the entry of the forward, this graph's inputs included; None offline: the graph's inputs are all there is."""
+    """Held at the entry of the forward, this graph's inputs included; None offline: the graph's inputs are all there
+    is.
+    """
     outside_bytes: int = 0
     """Held during the backward by nothing in this graph; learned from a metered step."""
     between_bytes: int = 0
@@ -56,7 +58,9 @@ class Situation:
     error_bound_bytes: int = 0
     """How far above its prediction a metered step was."""
     lowering_bytes: int = 0
-    """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such margin."""
+    """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such
+    margin.
+    """
     leave_room: bool = False
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
     free_bytes: int = 0
@@ -100,8 +104,10 @@ class Planned:
     def refuse(self, predicted_bytes: int) -> InfeasibleBudgetError:
         """The refusal after the compiler's buffers did not fit however often it was planned again."""
         return InfeasibleBudgetError(
-            f"memory_budget={format_bytes(self.plan.budget_bytes)} ({self.plan.budget_bytes} bytes): every plan that fits by "
-            f"the model needs more once lowered; the last one needs {predicted_bytes} bytes ({format_bytes(predicted_bytes)}). "
+            f"memory_budget={format_bytes(self.plan.budget_bytes)} ({self.plan.budget_bytes} bytes): every plan "
+            "that fits by "
+            f"the model needs more once lowered; the last one needs {predicted_bytes} bytes "
+            f"({format_bytes(predicted_bytes)}). "
             f"Ask for at least {predicted_bytes}, or use a smaller batch",
             minimum_bytes=predicted_bytes,
             budget_bytes=self.plan.budget_bytes,
@@ -175,7 +181,9 @@ def plan_graph(
     runner = Runner(options.dump_dir)
     fusing = inner == "inductor"
     compiler = "inductor" if fusing else None
-    stock = runner.run("baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler))
+    stock = runner.run(
+        "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
+    )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
@@ -187,7 +195,9 @@ def plan_graph(
         options.allow,
         outside_bytes=situation.outside_bytes,
         # The backward's tangents are not there yet in between.
-        between_bytes=max(0, situation.between_bytes - sum(facts.storages[s].size_bytes for s in facts.tangent_storages)),
+        between_bytes=max(
+            0, situation.between_bytes - sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
+        ),
     )
     replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
@@ -208,7 +218,14 @@ def plan_graph(
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
 
-    def finish(result: SimResult, placement: Placements, predicted: int, stats: SearchStats, gap: float | None, notes: tuple[str, ...]) -> Plan:
+    def finish(
+        result: SimResult,
+        placement: Placements,
+        predicted: int,
+        stats: SearchStats,
+        gap: float | None,
+        notes: tuple[str, ...],
+    ) -> Plan:
         return build_plan(
             facts=facts,
             problem=problem,
@@ -235,7 +252,18 @@ def plan_graph(
     if replay is None and baseline_bytes <= budget and options.policy == "pso" and not situation.leave_room:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
-        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, stock_boundary_bytes=stock_peak.boundary_bytes, problem=problem, step_seconds=runner.seconds)
+        return Planned(
+            plan,
+            *stock,
+            facts,
+            True,
+            stock_peak.boundary_bytes,
+            output_bytes=stock_peak.output_bytes,
+            workspace_by_node=by_node,
+            stock_boundary_bytes=stock_peak.boundary_bytes,
+            problem=problem,
+            step_seconds=runner.seconds,
+        )
 
     if replay is not None:
         check_replay(replay, facts, profile, inner)
@@ -245,7 +273,8 @@ def plan_graph(
         program = replay.program
     else:
         placement, result, stats, gap = runner.run(
-            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room)
+            "search",
+            lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room),
         )
         notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
@@ -258,9 +287,24 @@ def plan_graph(
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
         verify_transfers(forward, backward)
-    written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for))
+    written = runner.run(
+        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for)
+    )
     short = plan.predicted_peak_bytes > plan.budget_bytes
-    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, output_bytes=written.output_bytes, workspace_by_node=by_node, stock_boundary_bytes=stock_peak.boundary_bytes, problem=problem, step_seconds=runner.seconds)
+    return Planned(
+        plan,
+        forward,
+        backward,
+        facts,
+        False,
+        written.boundary_bytes,
+        is_best_effort=short,
+        output_bytes=written.output_bytes,
+        workspace_by_node=by_node,
+        stock_boundary_bytes=stock_peak.boundary_bytes,
+        problem=problem,
+        step_seconds=runner.seconds,
+    )
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
@@ -271,7 +315,14 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
 
 
 def _search(
-    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, resident: int, leave_room: bool
+    problem: Problem,
+    facts: GraphFacts,
+    options: Options,
+    budget: int,
+    fixed: int,
+    stock: Placements,
+    resident: int,
+    leave_room: bool,
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
     if leave_room:
@@ -311,15 +362,20 @@ def infeasible(
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
-    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random state).
+    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random
+    # state).
     minimum = fixed + smallest + RESIDENT_SLACK_BYTES[facts.planned_for]
-    held = (("resident before the step (weights, inputs, optimizer state, gradients)", resident), *largest_holders(facts, problem, placement, result))
+    held = (
+        ("resident before the step (weights, inputs, optimizer state, gradients)", resident),
+        *largest_holders(facts, problem, placement, result),
+    )
     top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
     position = result.peak_position
     where = "forward" if position < result.forward_length else "backward"
     node = facts.node_names[result.program[min(position, len(result.program) - 1)]]
     return InfeasibleBudgetError(
-        f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs {minimum} bytes "
+        f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs "
+        f"{minimum} bytes "
         f"({format_bytes(minimum)}). Its worst moment is '{node}' in the {where}, held by: {top}. "
         f"Ask for at least {minimum}, use a smaller batch, or allow more than {sorted(problem_allowed(problem))}",
         minimum_bytes=minimum,
@@ -330,7 +386,7 @@ def infeasible(
 
 def problem_allowed(problem: Problem) -> set[str]:
     """The kinds of placement that some storage may take."""
-    return {PLACEMENT_OF[code].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
+    return {PLACEMENT_OF[int(code)].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
 
 
 def largest_holders(
@@ -340,7 +396,9 @@ def largest_holders(
     return tuple((facts.storages[s].name, size) for s, size in holders(problem, placement, result)[:count])
 
 
-def rewrite(joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+def rewrite(
+    joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int
+) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
     return insert_transfers(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs)
