@@ -86,6 +86,7 @@ REBUILD = Mode(("recompute",), must_rebuild=True)
 BOTH = Mode(("swap", "recompute"))
 all_modes = pytest.mark.parametrize("mode", [SWAP, REBUILD, BOTH], ids=str)
 
+
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """Values and strides of a tensor; no tensor is kept."""
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()

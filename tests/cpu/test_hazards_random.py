@@ -26,7 +26,9 @@ class Attention(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for mix in self.mix:
             q, k, v = mix(x).view(4, 64, 3, 4, 8).permute(2, 0, 3, 1, 4)
-            y = F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True)
+            y = F.scaled_dot_product_attention(
+                q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
+            )
             x = x + y.transpose(1, 2).reshape(4, 64, 32)
         return x
 
