@@ -15,7 +15,6 @@ import fxhome
 from fxhome.backend import fxhome as backend
 
 pytestmark = [
-    pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
     # torch's own compiler stack warns about itself on import and while tracing.
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
