@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch, launch
 from fxhome.cuda_kernels.errors import CodecError
-from fxhome.cuda_kernels.launch import status_address
+from fxhome.cuda_kernels.launch import status_address, unavailable
 from fxhome.cuda_kernels.layout import Layout
 
 Bytes = NDArray[np.uint8]
@@ -71,6 +71,9 @@ class Codec(ABC):
 
     traffic_share: ClassVar[float] = 0.6
     """Assumed kernel speed as a share of the device-to-device copy rate (bytes read + written), until measured."""
+
+    link_efficiency: ClassVar[float] = 0.82
+    """Bytes per second of a kernel that writes or reads host memory, as a share of the best copy's (measured)."""
 
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
@@ -270,6 +273,16 @@ def as_unsigned(raw: Bytes, itemsize: int) -> NDArray[Any]:
 @functools.lru_cache(maxsize=4096)
 def _cached_layout(name: str, numel: int, dtype: torch.dtype) -> Layout:
     return codec_by_name(name).layout(numel, dtype)
+
+
+def kernels_problem() -> str | None:
+    """Why the CUDA kernels cannot run in this process, with what to install; None when they can. Imports Numba."""
+    try:
+        importlib.import_module("fxhome.cuda_kernels.simt")
+        importlib.import_module("cuda.bindings.driver")
+    except (ImportError, AttributeError, OSError) as error:
+        return unavailable(error)
+    return None
 
 
 def codec_names() -> tuple[str, ...]:

@@ -50,15 +50,20 @@ def cache_directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache")) / "fxhome"
 
 
+def unavailable(error: Exception) -> str:
+    """One line: what is missing and how to install it."""
+    return (
+        f"compression kernels need Numba-CUDA, which cannot be imported here ({type(error).__name__}: {error}); "
+        "install it with: pip install 'numba-cuda[cu13]' 'numpy<2.5' (cu12 for a CUDA 12 driver)"
+    )
+
+
 def build_kernel(key: KernelKey) -> Callable[..., None]:
     """The Python function of a kernel; imports Numba, and says in one line what to install if it cannot."""
     try:
         module = importlib.import_module(f"fxhome.cuda_kernels.{key.module}")
     except (ImportError, AttributeError) as error:
-        raise CodecUnavailableError(
-            f"compression kernels need Numba-CUDA, which cannot be imported here ({type(error).__name__}: {error}); "
-            "install it with: pip install 'numba-cuda[cu13]' 'numpy<2.5' (cu12 for a CUDA 12 driver)"
-        ) from error
+        raise CodecUnavailableError(unavailable(error)) from error
     kernel: Callable[..., None] = getattr(module, key.factory)(*key.constants)
     return kernel
 

@@ -7,12 +7,14 @@ situation has changed. Nothing is raised while compiling: a refusal is raised by
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
@@ -34,7 +36,8 @@ class _Refusal:
         self.error = error
 
     def __call__(self, *_: Any) -> Any:
-        raise self.error.with_traceback(None)
+        # A copy each time: a traceback kept here would keep the inputs of the refused call alive.
+        raise copy.copy(self.error)
 
 
 def fxhome(
@@ -72,6 +75,7 @@ def managed(
         _allocate_library_workspaces(device)
     context = torch._guards.TracingContext.try_get()
     stored = _stored_plans(options)
+    inputs = list(example_inputs)
 
     def plan_step(
         joint: GraphModule, joint_inputs: object, num_fwd_outputs: int, situation: Situation, static: list[int] | None
@@ -94,16 +98,24 @@ def managed(
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                return compile_inductor(gm, example_inputs, plan_step, situation)
+                return compile_inductor(gm, inputs, plan_step, situation)
             from fxhome.inner_eager import compile_eager
 
-            return compile_eager(gm, example_inputs, plan_step, situation, graph)
+            return compile_eager(gm, inputs, plan_step, situation, graph)
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))
     graph.ends_in_graph_break = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     graph.prepare()
+    inputs[:] = _as_recorded(gm, inputs)
     return graph
+
+
+def _as_recorded(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
+    """The fake values that Dynamo traced with, for a later replan: the first batch must die with its step."""
+    placeholders = gm.graph.find_nodes(op="placeholder")
+    recorded = [node.meta.get("example_value") for node in placeholders]
+    return [fake if isinstance(fake, FakeTensor) else value for value, fake in zip(inputs, recorded, strict=True)]
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

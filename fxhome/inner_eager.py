@@ -10,7 +10,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.passes.pipeline import Planned, Situation
-from fxhome.passes.torch_compat import boxed_callable
+from fxhome.passes.torch_compat import boxed_callable, donate_nothing
 
 
 def compile_eager(
@@ -33,6 +33,7 @@ def compile_eager(
         return planned.forward, planned.backward
 
     def run_metered(module: GraphModule, _: Sequence[Any]) -> Any:
+        donate_nothing()
         run = boxed_callable(module)
 
         def call(args: list[Any]) -> Any:
@@ -52,7 +53,8 @@ def compile_eager(
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
-    # A donated buffer forbids backward(retain_graph=True); it saves nothing where each node runs by itself.
+    # A donated buffer forbids backward(retain_graph=True); it saves nothing where each node runs by itself. With the
+    # setting off nothing is collected; `donate_nothing` tells the run time, which asks the setting again, that so it is.
     with torch._functorch.config.patch(donated_buffer=False):
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     planned = found[-1] if found else None

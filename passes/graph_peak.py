@@ -57,7 +57,8 @@ def graph_peak(
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved = returned[num_fwd_outputs:]
     shared: dict[Instance, Instance] = {}
-    for node, given in zip(inputs, saved, strict=False):
+    for node, given in _paired(inputs[: len(saved)], saved):
+        second.instances[node] = {}
         for instance in first.instances[given].values():
             alive_anyway = instance in visible or first.sizes[instance] == 0
             shared[instance] = second.give(node, count=not alive_anyway, same_as=shared.get(instance))
@@ -67,6 +68,15 @@ def graph_peak(
         second.give(node, count=False)
     second.run()
     return GraphPeak(first.peak, first.alive, second.peak + held, outputs)
+
+
+def _paired(taken: list[fx.Node], saved: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:
+    """Backward inputs with what the forward saves for them: the stock partition saves sizes last and takes them first."""
+
+    def in_common_order(nodes: list[fx.Node]) -> list[fx.Node]:
+        return sorted(nodes, key=lambda node: isinstance(node.meta.get("val"), torch.Tensor))
+
+    return list(zip(in_common_order(taken), in_common_order(saved), strict=True))
 
 
 def _storages(node: fx.Node, device_type: str, planned_for: str) -> list[tuple[int, int]]:

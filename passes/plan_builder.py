@@ -74,7 +74,7 @@ def build_plan(
                 name=fact.name,
                 size_bytes=fact.size_bytes,
                 placement=PLACEMENT_OF[code],
-                codec=None,
+                codec=problem.codec_of(s, code),
                 module_path=fact.module_path,
                 source_line=fact.source_line,
                 reason=_reason(fact, code, problem, s),
@@ -110,7 +110,7 @@ def build_plan(
 
 def _recomputed_storages(problem: Problem, result: SimResult) -> set[int]:
     g = problem.arrays
-    nodes = result.program[result.recomputed.astype(bool)]
+    nodes = result.nodes[result.recomputed.astype(bool)]
     roots = g.root_storage[nodes]
     return {int(s) for s in np.unique(roots[roots >= 0])}
 
@@ -121,8 +121,20 @@ def _reason(fact: StorageFacts, code: int, problem: Problem, s: int) -> str:
     rebuild_us = float(g.node_time_us[g.storage_owner[s]])
     if code == KEEP:
         return fact.keep_reason or "kept: the budget allows it"
-    if code in (SWAP, COMPRESS_SWAP):
-        return f"copied in {move_us:.0f} us each way; recomputing its last operator alone would take {rebuild_us:.0f} us"
+    if code == COMPRESS:
+        small = int(g.storage_encoded_bytes[s])
+        us = float(g.storage_encode_us[s] + g.storage_decode_us[s])
+        return (
+            f"encoded to {small} bytes on the device; encode and decode take {us:.0f} us, "
+            f"copying would take {move_us:.0f} us each way"
+        )
+    if code == COMPRESS_SWAP:
+        less_us = float(g.storage_link_bytes[s]) * problem.link.d2h_us_per_byte
+        return f"copied encoded in about {less_us:.0f} us each way instead of {move_us:.0f} us"
+    if code == SWAP:
+        return (
+            f"copied in {move_us:.0f} us each way; recomputing its last operator alone would take {rebuild_us:.0f} us"
+        )
     if fact.must_recompute:
         return "the user's own checkpoint rebuilds it"
     times = "at each distant use" if code == RECOMPUTE_EACH else "once, at its first use"
@@ -171,10 +183,11 @@ def placement_codes(plan: Plan, facts: GraphFacts, problem: Problem) -> Placemen
         code = CODE_OF[entry.placement]
         if storage is None or not problem.allowed[storage, code]:
             raise PlanMismatchError(
-                f"plan: it places '{entry.name}' as {entry.placement.value}, which this graph or these options do not allow; plan again"
+                f"plan: it places '{entry.name}' as {entry.placement.value}, which this graph or these options do not "
+                "allow; plan again"
             )
         placement[storage] = code
-    # What the plan does not mention is never asked for by the backward: rebuild it if it may be, so that nothing else is saved.
+    # The backward asks for nothing that the plan does not mention: rebuilt, it costs nothing and nothing else is saved.
     named = {by_name[entry.name] for entry in plan.placements}
     for storage in range(len(facts.storages)):
         if storage not in named and problem.allowed[storage, RECOMPUTE]:

@@ -5,11 +5,23 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from fxhome.passes.codec_choice import NO_CODEC, StorageCodecs
 from fxhome.passes.facts import GraphFacts, StorageFacts
-from fxhome.passes.simulate import KEEP, PLACEMENTS, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, SimArrays
+from fxhome.passes.simulate import (
+    COMPRESS,
+    COMPRESS_SWAP,
+    KEEP,
+    PLACEMENTS,
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    SWAP,
+    Link,
+    Problem,
+    SimArrays,
+)
 
-# A result this many times smaller than a sibling of the same operator (batch norm's statistics beside its output) is not
-# rebuilt: while its operator ran again, the sibling would be allocated for it.
+# A result this many times smaller than a sibling of the same operator (batch norm's statistics beside its output) is
+# not rebuilt: while its operator ran again, the sibling would be allocated for it.
 SIBLING_RATIO = 64
 
 # Below this, moving or rebuilding a storage frees less than one allocator block and costs a launch each way.
@@ -31,7 +43,7 @@ def _csr(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
     return start, np.array([x for row in rows for x in row], np.int32)
 
 
-def allowed_placements(storage: StorageFacts, allow: Collection[str]) -> list[bool]:
+def allowed_placements(storage: StorageFacts, allow: Collection[str], offer: StorageCodecs = NO_CODEC) -> list[bool]:
     """Which of the six placements a storage may take under the user's `allow`."""
     row = [False] * PLACEMENTS
     row[KEEP] = True
@@ -43,6 +55,9 @@ def allowed_placements(storage: StorageFacts, allow: Collection[str]) -> list[bo
             row[RECOMPUTE] = row[RECOMPUTE_EACH] = True
         if storage.may_move and "swap" in allow and storage.size_bytes >= SMALL_BYTES:
             row[SWAP] = True
+        if storage.may_move and not storage.must_recompute and "compress" in allow:
+            row[COMPRESS] = offer.compress != ""
+            row[COMPRESS_SWAP] = offer.swap != "" and "swap" in allow
     return row
 
 
@@ -54,12 +69,15 @@ def build_problem(
     *,
     outside_bytes: int = 0,
     between_bytes: int = 0,
+    codecs: Sequence[StorageCodecs] | None = None,
 ) -> Problem:
-    """Assemble the numbers; storages under 4 KiB are never swapped.
+    """Assemble the numbers; storages under 4 KiB are never swapped, nor those under 64 KiB compressed.
 
     outside_bytes: held during the whole backward by nothing in this graph (an eager loss, other graphs' gradients).
     between_bytes: needed only between this forward and its backward (the graphs that run in between).
+    codecs: what `choose_codecs` offers, per storage; None compresses nothing.
     """
+    offers = tuple(codecs) if codecs is not None else (NO_CODEC,) * len(facts.storages)
     nodes = len(facts.node_names)
     root_storage = np.full(nodes, -1, np.int32)
     for storage, root in enumerate(facts.storage_root):
@@ -85,18 +103,29 @@ def build_problem(
         storage_root=np.array(facts.storage_root, np.int32),
         storage_held=np.array(facts.storage_held, np.int8),
         storage_copy_bytes=np.array([s.copy_bytes for s in facts.storages], np.int64),
-        storage_encoded_bytes=sizes.copy(),
-        storage_encode_us=np.zeros(len(sizes)),
-        storage_decode_us=np.zeros(len(sizes)),
+        storage_encoded_bytes=np.array(
+            [o.encoded_bytes or s.size_bytes for o, s in zip(offers, facts.storages, strict=True)], np.int64
+        ),
+        storage_encode_us=np.array([o.encode_us for o in offers], np.float64),
+        storage_decode_us=np.array([o.decode_us for o in offers], np.float64),
+        storage_link_bytes=np.array(
+            [o.link_bytes or s.copy_bytes for o, s in zip(offers, facts.storages, strict=True)], np.int64
+        ),
+        storage_slot_bytes=np.array(
+            [o.slot_bytes or s.copy_bytes for o, s in zip(offers, facts.storages, strict=True)], np.int64
+        ),
+        storage_staged=np.array([o.staged for o in offers], np.int8),
         forward_output=np.array(facts.forward_outputs, np.int32),
         backward_output=np.array(facts.backward_outputs, np.int32),
         tangent_storage=np.array(facts.tangent_storages, np.int32),
         outside_bytes=np.array([outside_bytes, between_bytes], np.int64),
     )
-    allowed = np.array([allowed_placements(s, allow) for s in facts.storages], bool).reshape(-1, PLACEMENTS)
+    rows = [allowed_placements(s, allow, offer) for s, offer in zip(facts.storages, offers, strict=True)]
+    allowed = np.array(rows, bool).reshape(-1, PLACEMENTS)
     for siblings in facts.owns:
         largest = max((facts.storages[s].size_bytes for s in siblings), default=0)
         for s in siblings:
             if facts.storages[s].size_bytes * SIBLING_RATIO <= largest and allowed[s, KEEP]:
                 allowed[s, [RECOMPUTE, RECOMPUTE_EACH]] = False
-    return Problem(arrays, link, allowed, np.array(facts.group, np.int32))
+    names = tuple((offer.compress, offer.swap) for offer in offers)
+    return Problem(arrays, link, allowed, np.array(facts.group, np.int32), names)

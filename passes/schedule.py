@@ -3,55 +3,55 @@
     op relu          swap_out relu          op conv ...  swap_out_wait relu  ...  forward_end
     op conv_backward ...  swap_in relu  ...  swap_in_wait relu  op relu_backward ...
 
-A `swap_out` stands right behind its producer; a wait right before the instruction at which the simulator saw the copy end
-or needed the memory. The rewrite reads nothing else, so the same list gives the same graphs.
+    op relu  op pool ...  encode relu ... forward_end ...  decode relu  op relu_backward     compressed on the device
+    op relu  op pool ...  encode relu  swap_out relu ...  swap_in_wait relu  decode relu     ... and moved
+
+A `swap_out` stands right behind its producer (or its encode); a wait right before the instruction at which the
+simulator saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list
+gives the same graphs.
 """
 
 import numpy as np
 
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.simulate import COMPRESS, KEEP, Placements, SimResult
+from fxhome.passes.simulate import COMPRESS_SWAP, SWAP, Placements, SimResult
 from fxhome.placement import Instruction
 
 
 def schedule(facts: GraphFacts, placement: Placements, result: SimResult) -> tuple[Instruction, ...]:
     """List what `result` runs, with every transfer at its simulated place."""
+    nodes, storages = len(facts.node_names), len(facts.storages)
     total = len(result.program)
     starts: list[list[str]] = [[] for _ in range(total + 1)]
     waits: list[list[str]] = [[] for _ in range(total + 1)]
     issues: list[list[str]] = [[] for _ in range(total + 1)]
     arrivals: list[list[str]] = [[] for _ in range(total + 1)]
-    moved = [s for s in range(len(facts.storages)) if result.saved[s] and placement[s] != KEEP]
+    encoded_at = {int(entry) - nodes: p for p, entry in enumerate(result.program) if nodes <= entry < nodes + storages}
+    moved = [s for s in range(storages) if result.saved[s] and placement[s] in (SWAP, COMPRESS_SWAP)]
     for s in sorted(moved, key=lambda s: (int(result.issue_in[s]), int(result.first_backward[s]), s)):
+        issues[result.issue_in[s]].append(facts.storages[s].name)
+    for s in sorted(moved, key=lambda s: encoded_at.get(s, int(result.produced[s]))):
         name = facts.storages[s].name
-        issues[result.issue_in[s]].append(name)
-    for s in sorted(moved, key=lambda s: int(result.produced[s])):
-        name = facts.storages[s].name
-        starts[result.produced[s]].append(name)
+        starts[encoded_at.get(s, int(result.produced[s]))].append(name)
         waits[result.wait_out[s]].append(name)
         arrivals[result.first_backward[s]].append(name)
-    encoded = {facts.storages[s].name for s in moved if placement[s] == COMPRESS}
     out: list[Instruction] = []
-
-    def emit(kind: str, names: list[str], when_encoded: str | None) -> None:
-        for name in names:
-            if name in encoded:
-                if when_encoded is not None:
-                    out.append(Instruction(when_encoded, name))
-            else:
-                out.append(Instruction(kind, name))
-
     for p in range(total + 1):
         # A copy that ends with the forward is waited for there, so that nothing of it crosses into the backward.
-        emit("swap_out_wait", waits[p], "encode")
+        out += [Instruction("swap_out_wait", name) for name in waits[p]]
         if p == result.forward_length:
             out.append(Instruction("forward_end", ""))
-        emit("swap_in", issues[p], "decode")
-        emit("swap_in_wait", arrivals[p], None)
+        out += [Instruction("swap_in", name) for name in issues[p]]
+        out += [Instruction("swap_in_wait", name) for name in arrivals[p]]
         if p < total:
-            kind = "recompute" if result.recomputed[p] else "op"
-            out.append(Instruction(kind, facts.node_names[result.program[p]]))
-            emit("swap_out", starts[p], None)
+            entry = int(result.program[p])
+            if entry >= nodes + storages:
+                out.append(Instruction("decode", facts.storages[entry - nodes - storages].name))
+            elif entry >= nodes:
+                out.append(Instruction("encode", facts.storages[entry - nodes].name))
+            else:
+                out.append(Instruction("recompute" if result.recomputed[p] else "op", facts.node_names[entry]))
+            out += [Instruction("swap_out", name) for name in starts[p]]
     return tuple(out)
 
 

@@ -4,12 +4,14 @@
     evaluate(problem, placement, budget)          (peak bytes, step us): the search's inner loop
     simulate(problem, placement, budget)          the same plus program, transfers, curve and holders
 
-`placement` is one int8 per storage (`KEEP`, `SWAP`, ...). `budget` is what graph storages may take: the user's bytes less
-what is resident. The budget steers where copies are waited for and started; the peak returned is the peak of the program
-that results, feasible or not. All byte figures are exact for the program; times are estimates and never change the peak.
+`placement` is one int8 per storage (`KEEP`, `SWAP`, ...). `budget` is what graph storages may take: the user's bytes
+less what is resident. The budget steers where copies are waited for and started; the peak returned is the peak of the
+program that results, feasible or not. All byte figures are exact for the program; times are estimates and never change
+the peak.
 """
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -58,6 +60,14 @@ class Problem:
     link: Link
     allowed: npt.NDArray[np.bool_]
     group: npt.NDArray[np.int32] = field(default_factory=lambda: np.empty(0, np.int32))
+    codecs: tuple[tuple[str, str], ...] = ()
+    """Per storage, the codec names under COMPRESS and under COMPRESS_SWAP; empty where there is none."""
+
+    def codec_of(self, storage: int, placement: int) -> str | None:
+        """Name of the codec that `placement` uses for `storage`; None where it uses none."""
+        if placement not in (COMPRESS, COMPRESS_SWAP) or not self.codecs:
+            return None
+        return self.codecs[storage][placement - COMPRESS] or None
 
     @property
     def num_storages(self) -> int:
@@ -78,6 +88,7 @@ class Problem:
             path,
             allowed=self.allowed,
             group=self.group,
+            codecs=np.array(self.codecs, dtype=str).reshape(-1, 2),
             link=np.array(self.link, np.float64),
             **self.arrays._asdict(),
         )
@@ -87,13 +98,15 @@ class Problem:
         """Read what `save` wrote."""
         with np.load(path) as data:
             arrays = SimArrays(**{name: data[name] for name in SimArrays._fields})
-            return cls(arrays, Link(*(float(x) for x in data["link"])), data["allowed"], data["group"])
+            codecs = tuple((str(compress), str(swap)) for compress, swap in data["codecs"])
+            return cls(arrays, Link(*(float(x) for x in data["link"])), data["allowed"], data["group"], codecs)
 
 
 @dataclass(frozen=True, eq=False)
 class SimResult:
     """One placement, run. Positions index `program`; `curve[p]` is the bytes alive while instruction p runs.
 
+    An entry of `program` is a node, or n + s / n + storages + s for the encode / decode of storage s (n nodes).
     forward_length: instructions before the backward. produced / wait_out / issue_in: per storage, -1 where none.
     """
 
@@ -116,6 +129,15 @@ class SimResult:
     issue_in: npt.NDArray[np.int32]
     curve: npt.NDArray[np.int64]
     start_us: npt.NDArray[np.float64]
+    arrays: SimArrays
+
+    @cached_property
+    def nodes(self) -> npt.NDArray[np.int32]:
+        """`program` in nodes alone: an encode or decode stands as the node whose result it handles."""
+        g = self.arrays
+        of = np.concatenate([np.arange(g.node_phase.shape[0]), g.storage_root, g.storage_root])
+        found: npt.NDArray[np.int32] = of[self.program].astype(np.int32)
+        return found
 
 
 def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
@@ -168,7 +190,18 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
     )
     start_us = np.zeros(total + 1, np.float64)
     step, stall, out_busy, in_busy = kernels.timeline(
-        g, placement, saved, program, forward, total, problem.link, produced, first_backward, wait_out, issue_in, start_us
+        g,
+        placement,
+        saved,
+        program,
+        forward,
+        total,
+        problem.link,
+        produced,
+        first_backward,
+        wait_out,
+        issue_in,
+        start_us,
     )
     start_us[total] = step
     position = int(np.argmax(curve[: total + 1]))
@@ -180,7 +213,7 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         stall_us=float(stall),
         d2h_busy_us=float(out_busy),
         h2d_busy_us=float(in_busy),
-        host_bytes=int(g.storage_copy_bytes[swapped].sum()),
+        host_bytes=int(np.where(placement == SWAP, g.storage_copy_bytes, g.storage_slot_bytes)[swapped].sum()),
         program=program[:total],
         recomputed=recomputed[:total],
         forward_length=int(forward),
@@ -193,6 +226,7 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         issue_in=issue_in,
         curve=curve[: total + 1],
         start_us=start_us,
+        arrays=g,
     )
 
 
@@ -221,10 +255,28 @@ def holders(problem: Problem, placement: Placements, result: SimResult) -> list[
     kernels.liveness(
         g, placement, result.saved, result.program, result.forward_length, total, curve, *scratch, position, held
     )
-    moved = (result.saved == 1) & (placement != KEEP)
+    moved = (result.saved == 1) & ((placement == SWAP) | (placement == COMPRESS_SWAP))
     leaving = (result.produced <= position) & (position < result.wait_out)
     back = (result.issue_in <= position) & (position <= result.last_backward)
-    held[moved & (leaving | back)] = 1
-    storages = np.flatnonzero(held)
-    order = np.argsort(-g.storage_bytes[storages], kind="stable")
-    return [(int(s), int(g.storage_bytes[s])) for s in storages[order]]
+    staged = moved & (placement == COMPRESS_SWAP) & (g.storage_staged == 1)
+    held[moved & ~staged & (leaving | back)] = 1
+    sizes = np.where(held == 1, g.storage_bytes, 0)
+    # Encoded bytes on the device: from the encode to the decode, or while they wait for the link.
+    encoding = (result.produced >= 0) & (result.last_forward <= position)
+    waiting = (position < result.wait_out) | ((result.issue_in <= position) & (position <= result.first_backward))
+    small = (result.saved == 1) & (placement == COMPRESS) & encoding & (position <= result.first_backward)
+    small |= staged & encoding & waiting
+    sizes[small] += g.storage_encoded_bytes[small]
+    storages = np.flatnonzero(sizes)
+    order = np.argsort(-sizes[storages], kind="stable")
+    return [(int(s), int(sizes[s])) for s in storages[order]]
+
+
+def instruction(problem: Problem, entry: int) -> tuple[str, int]:
+    """("node", node), ("encode", storage) or ("decode", storage): what a program entry stands for."""
+    nodes = problem.arrays.node_phase.shape[0]
+    if entry < nodes:
+        return "node", entry
+    if entry < nodes + problem.num_storages:
+        return "encode", entry - nodes
+    return "decode", entry - nodes - problem.num_storages

@@ -3,11 +3,13 @@
 Everything here works on flat arrays and allocates only arrays whose length is the length of the program. The four steps
 are separate functions, run in this order by `passes.simulate`:
 
-    build      placements            -> the order of every executed node, forward then backward, recomputed ones included
+    build      placements            -> the order of every executed node, forward then backward, recomputed ones
+                                        included, and an instruction for every encode and decode on the device
     liveness   program               -> the interval during which each storage instance is alive
     transfers  program + intervals   -> where each copy starts and is waited for, so that memory stays under the budget
-    timeline   program + transfers   -> time of every instruction on three engines (compute, device-to-host, host-to-device)
+    timeline   program + transfers   -> time of every instruction on three engines (compute and one per direction)
 
+A program entry below the number of nodes n is a node; n + s encodes storage s, n + storages + s decodes it.
 Positions are indices into the program. A storage instance is alive from the instruction that defines it up to and
 including the last instruction that reads it, which is what a Python frame that drops each name after its last use does.
 """
@@ -23,7 +25,7 @@ INPUT, FORWARD, BACKWARD = range(3)
 OWNER, ALIAS, GETITEM, VIRTUAL = range(4)
 
 # An instance of a RECOMPUTE_EACH storage is reused by readers that follow within this many instructions; a later reader
-# gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is pure waste.
+# gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is waste.
 EACH_WINDOW = 12
 
 Int32 = npt.NDArray[np.int32]
@@ -33,7 +35,7 @@ Float64 = npt.NDArray[np.float64]
 
 
 class SimArrays(NamedTuple):
-    """A joint graph as numbers. Node and storage ids are indices; nodes stand in program order, forward before backward."""
+    """A joint graph as numbers. Node and storage ids are indices; nodes stand in program order, forward first."""
 
     node_phase: Int8
     node_kind: Int8
@@ -51,9 +53,13 @@ class SimArrays(NamedTuple):
     storage_root: Int32
     storage_held: Int8  # alive to the end of the backward once allocated: forward outputs, gradients
     storage_copy_bytes: Int64  # bytes a swap moves
-    storage_encoded_bytes: Int64  # device bytes while compressed
+    storage_encoded_bytes: Int64  # device bytes while encoded there (COMPRESS, and COMPRESS_SWAP where it is staged)
     storage_encode_us: Float64
     storage_decode_us: Float64
+    storage_link_bytes: Int64  # bytes that COMPRESS_SWAP moves: at the link's rate they take as long as the transfer
+    storage_slot_bytes: Int64  # bytes of the host slot under COMPRESS_SWAP
+    # 1: COMPRESS_SWAP encodes on the device and moves what comes out; 0: a kernel encodes while it writes to the host
+    storage_staged: Int8
     forward_output: Int32  # node ids
     backward_output: Int32  # node ids
     tangent_storage: Int32
@@ -70,14 +76,41 @@ class Link(NamedTuple):
     latency_us: float
 
 
+@njit(cache=True, inline="always")
+def is_encoded(g, placement, s):  # type: ignore[no-untyped-def]
+    """Whether storage s, saved under its placement, is encoded and decoded by instructions of their own."""
+    return placement[s] == COMPRESS or (placement[s] == COMPRESS_SWAP and g.storage_staged[s] == 1)
+
+
+@njit(cache=True, inline="always")
+def is_moved(placement, saved, s):  # type: ignore[no-untyped-def]
+    """Whether storage s goes to the host."""
+    return saved[s] == 1 and (placement[s] == SWAP or placement[s] == COMPRESS_SWAP)
+
+
+@njit(cache=True, inline="always")
+def instruction_us(g, entry):  # type: ignore[no-untyped-def]
+    """Compute time of one program entry."""
+    n = g.node_phase.shape[0]
+    storages = g.storage_bytes.shape[0]
+    if entry >= n + storages:
+        return g.storage_decode_us[entry - n - storages]
+    if entry >= n:
+        return g.storage_encode_us[entry - n]
+    return g.node_time_us[entry]
+
+
 @njit(cache=True)
 def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-def]
     """Write the executed nodes into `program`; return (length of the forward, total length), or (-1, -1) on overflow.
 
     `saved[s]` becomes 1 where the backward demands storage s from the forward. In the backward, nodes are rebuilt right
-    before the reader that needs them; views are replayed for each reader, so that no view prolongs its base.
+    before the reader that needs them; views are replayed for each reader, so that no view prolongs its base. An encode
+    stands right behind the last forward reader, a decode right before the first backward one.
     """
     n = g.node_phase.shape[0]
+    storages = g.storage_bytes.shape[0]
+    decoded = np.zeros(storages, np.uint8)
     capacity = program.shape[0]
     available = np.zeros(n, np.uint8)
     touched = np.zeros(n, np.int32)
@@ -122,6 +155,15 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
                 stack_edge[depth] = g.read_start[source]
                 continue
             depth -= 1
+            for edge in range(g.read_start[node], g.read_start[node + 1]):
+                storage = g.root_storage[g.backward_alias[g.read_node[edge]]]
+                if storage >= 0 and saved[storage] and not decoded[storage] and is_encoded(g, placement, storage):
+                    if length + 1 >= capacity:
+                        return -1, -1
+                    decoded[storage] = 1
+                    backward[length] = n + storages + storage
+                    backward_recomputed[length] = 0
+                    length += 1
             if length + 1 >= capacity:
                 return -1, -1
             backward[length] = node
@@ -149,8 +191,16 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
                     backward_recomputed[length] = 1
                     length += 1
                 # The getitem that asked for this node may now stand on the stack with all edges done: drop it.
-                while depth >= 0 and g.node_kind[stack_node[depth]] == GETITEM and available[stack_node[depth]] == 1 \
-                        and g.root_storage[stack_node[depth]] >= 0 and g.storage_owner[g.root_storage[stack_node[depth]]] == node:
+                while depth >= 0:
+                    item = stack_node[depth]
+                    result = g.root_storage[item]
+                    if (
+                        g.node_kind[item] != GETITEM
+                        or not available[item]
+                        or result < 0
+                        or g.storage_owner[result] != node
+                    ):
+                        break
                     depth -= 1
 
     needed = np.zeros(n, np.uint8)
@@ -173,6 +223,15 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             program[forward] = node
             recomputed[forward] = 0
             forward += 1
+    encodes = 0
+    for s in range(storages):
+        if saved[s] and is_encoded(g, placement, s):
+            encodes += 1
+    if encodes > 0:
+        if forward + encodes + length + 1 >= capacity:
+            return -1, -1
+        _insert_encodes(g, placement, saved, program, recomputed, forward, encodes)
+        forward += encodes
     for i in range(length):
         program[forward + i] = backward[i]
         recomputed[forward + i] = backward_recomputed[i]
@@ -180,8 +239,58 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
 
 
 @njit(cache=True)
-def liveness(g, placement, saved, program, forward, total, curve, produced, last_forward, first_backward, last_backward, watch, held):  # type: ignore[no-untyped-def]
-    """Fill `curve[p]` = bytes alive at instruction p, without what transfers add; and the use positions of swapped storages.
+def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
+    """Make room in the forward for one instruction per encode, behind the last reader (views pass their use on)."""
+    n = g.node_phase.shape[0]
+    last = np.full(n, -1, np.int32)
+    head = np.full(forward, -1, np.int32)  # the storages encoded behind each position, as linked lists
+    following = np.full(g.storage_bytes.shape[0], -1, np.int32)
+    for p in range(forward - 1, -1, -1):
+        node = program[p]
+        kind = g.node_kind[node]
+        storage = g.root_storage[node]
+        if storage >= 0 and saved[storage] and is_encoded(g, placement, storage):
+            behind = max(last[node], p)
+            following[storage] = head[behind]
+            head[behind] = storage
+        passes_on = kind == ALIAS or (kind == GETITEM and storage < 0)
+        if kind == VIRTUAL:
+            passes_on = storage < 0 or not saved[storage]
+        reach = max(p, last[node]) if passes_on else p
+        for edge in range(g.read_start[node], g.read_start[node + 1]):
+            source = g.read_node[edge]
+            if last[source] < reach:
+                last[source] = reach
+    place = forward + encodes - 1
+    for p in range(forward - 1, -1, -1):
+        s = head[p]
+        while s >= 0:
+            program[place] = n + s
+            recomputed[place] = 0
+            place -= 1
+            s = following[s]
+        program[place] = program[p]
+        recomputed[place] = recomputed[p]
+        place -= 1
+
+
+@njit(cache=True)
+def liveness(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    curve,
+    produced,
+    last_forward,
+    first_backward,
+    last_backward,
+    watch,
+    held,
+):
+    """Fill `curve[p]` = bytes alive at instruction p, less what transfers add, and the use positions of what is moved.
 
     One pass from the end: when a definition is reached, every later reader of that instance has been seen. Views and
     virtual (fused, never materialised) nodes pass their last use on to what they read. `held[s]` becomes 1 for each
@@ -216,7 +325,9 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
             in_backward = False
             for s in range(storages):
                 root = storage_root[s]
-                if root >= 0 and saved[s] and placement[s] != KEEP:
+                if root >= 0 and saved[s] and is_encoded(g, placement, s):
+                    last[root] = -1
+                elif root >= 0 and saved[s] and placement[s] != KEEP:
                     first_backward[s] = first[root]
                     last_backward[s] = last[root]
                     last[root] = -1
@@ -237,6 +348,25 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
         if p < 0:
             break
         node = program[p]
+        if node >= n + storages:
+            s = node - n - storages
+            root = storage_root[s]
+            first_backward[s] = p
+            last_backward[s] = max(last[root], p)
+            last[root] = -1
+            delta[p] += storage_bytes[s]
+            delta[last_backward[s] + 1] -= storage_bytes[s]
+            if p <= watch <= last_backward[s]:
+                held[s] = 1
+            continue
+        if node >= n:
+            # What is encoded lives on to its decode; on its way to the host, `transfers` says how long.
+            s = node - n
+            until = first_backward[s] if placement[s] == COMPRESS else p
+            delta[p] += g.storage_encoded_bytes[s]
+            delta[until + 1] -= g.storage_encoded_bytes[s]
+            last[storage_root[s]] = max(last[storage_root[s]], p)
+            continue
         kind = node_kind[node]
         stop = last[node]
         last[node] = -1
@@ -283,47 +413,67 @@ def liveness(g, placement, saved, program, forward, total, curve, produced, last
         running += delta[p]
         curve[p] = running
     for p in range(total):
-        curve[p] += g.node_workspace[program[p]]
+        if program[p] < n:
+            curve[p] += g.node_workspace[program[p]]
         if p >= forward:
             curve[p] += g.outside_bytes[0]
     if forward < total:
-        # The moment between the two graphs belongs to the first instruction of the backward: what is alive then is alive there.
+        # The moment between the two graphs belongs to the first instruction of the backward.
         curve[forward] += g.outside_bytes[1]
 
 
 @njit(cache=True)
-def transfers(g, placement, saved, program, forward, total, link, budget, curve, produced, last_forward, first_backward, last_backward, wait_out, issue_in):  # type: ignore[no-untyped-def]
+def transfers(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    link,
+    budget,
+    curve,
+    produced,
+    last_forward,
+    first_backward,
+    last_backward,
+    wait_out,
+    issue_in,
+):
     """Place the waits of swap-outs and the starts of swap-ins; add what they hold to `curve`. Times here ignore stalls.
 
     `wait_out[s]`: the copy of s to the host is waited for right before this instruction, and its source released.
     `issue_in[s]`: the device buffer of s is taken and its copy started right before this instruction.
     """
+    n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
     wait_out[:] = -1
     issue_in[:] = -1
     count = 0
     for s in range(storages):
-        if saved[s] and placement[s] != KEEP:
+        if is_moved(placement, saved, s):
             count += 1
+    # What moves, in the order in which it is ready; device bytes and transfer bytes of each.
     order = np.empty(count, np.int32)
+    ready = np.empty(count, np.int32)
+    size_of = np.zeros(storages, np.int64)
+    link_bytes = np.zeros(storages, np.int64)
     k = 0
     for p in range(forward):
-        s = g.root_storage[program[p]]
-        if s >= 0 and saved[s] and placement[s] != KEEP and produced[s] == p:
-            order[k] = s
-            k += 1
+        if program[p] >= n:
+            s = program[p] - n
+            if placement[s] == COMPRESS:
+                continue
+        else:
+            s = g.root_storage[program[p]]
+            if s < 0 or produced[s] != p or not is_moved(placement, saved, s) or is_encoded(g, placement, s):
+                continue
+        order[k] = s
+        ready[k] = p
+        k += 1
+        size_of[s] = g.storage_encoded_bytes[s] if is_encoded(g, placement, s) else g.storage_bytes[s]
+        link_bytes[s] = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
     time_at = np.empty(total + 1, np.float64)
-    # Encoded storages: full bytes to the last forward reader, encoded bytes to the first backward one, full bytes again.
-    for i in range(count):
-        s = order[i]
-        if placement[s] == COMPRESS:
-            wait_out[s] = last_forward[s] + 1
-            issue_in[s] = first_backward[s]
-            curve[last_forward[s]] += g.storage_encoded_bytes[s]
-            for p in range(last_forward[s] + 1, first_backward[s] + 1):
-                curve[p] += g.storage_encoded_bytes[s]
-            for p in range(first_backward[s], last_backward[s] + 1):
-                curve[p] += g.storage_bytes[s]
 
     queue = np.empty(count, np.int32)
     finish = np.empty(count, np.float64)
@@ -334,7 +484,7 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
     d2h_free = 0.0
     extra = 0
     for p in range(total):
-        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest one is waited for.
+        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
         i = head
         while i < queued:
             s = queue[i]
@@ -345,7 +495,7 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
                 continue
             if p > last_forward[s] and finish[i] <= now:
                 wait_out[s] = p
-                extra -= g.storage_bytes[s]
+                extra -= size_of[s]
                 queue[i] = -1
             elif finish[i] > now:
                 break
@@ -356,7 +506,7 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
             if s >= 0 and p > last_forward[s]:
                 now = max(now, finish[i])
                 wait_out[s] = p
-                extra -= g.storage_bytes[s]
+                extra -= size_of[s]
                 queue[i] = -1
             i += 1
         if p >= forward:
@@ -367,36 +517,30 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
                 if s >= 0 and first_backward[s] <= p:
                     now = max(now, finish[i])
                     wait_out[s] = p
-                    extra -= g.storage_bytes[s]
+                    extra -= size_of[s]
                     queue[i] = -1
                 i += 1
         curve[p] += extra
         time_at[p] = now
-        now += g.node_time_us[program[p]]
+        now += instruction_us(g, program[p])
         for i in range(head, queued):
             s = queue[i]
             if s >= 0 and last_forward[s] == p:
-                extra += g.storage_bytes[s]
-        while next_out < count and produced[order[next_out]] <= p and p < forward:
+                extra += size_of[s]
+        while next_out < count and ready[next_out] <= p and p < forward:
             s = order[next_out]
             next_out += 1
-            if placement[s] == COMPRESS:
-                continue
             start = max(now, d2h_free)
-            d2h_free = start + link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
+            d2h_free = start + link.latency_us + link_bytes[s] * link.d2h_us_per_byte
             queue[queued] = s
             finish[queued] = d2h_free
             queued += 1
             if last_forward[s] <= p:
-                extra += g.storage_bytes[s]
+                extra += size_of[s]
     time_at[total] = now
 
-    # Prefetches: the latest start that still meets every later deadline, then as early as memory allows, in deadline order.
-    swaps = 0
-    for i in range(count):
-        if placement[order[i]] != COMPRESS:
-            order[swaps] = order[i]
-            swaps += 1
+    # Prefetches: the latest start that still meets every later deadline, or as early as memory allows, by deadline.
+    swaps = count
     keys = np.empty(swaps, np.int64)
     for i in range(swaps):
         keys[i] = first_backward[order[i]]
@@ -406,35 +550,51 @@ def transfers(g, placement, saved, program, forward, total, link, budget, curve,
     for k in range(swaps - 1, -1, -1):
         s = order[rank[k]]
         stop = min(limit, time_at[first_backward[s]])
-        latest[k] = stop - link.latency_us - g.storage_copy_bytes[s] * link.h2d_us_per_byte
+        latest[k] = stop - link.latency_us - link_bytes[s] * link.h2d_us_per_byte
         limit = latest[k]
     previous = forward
     for k in range(swaps):
         s = order[rank[k]]
         use = first_backward[s]
-        size = g.storage_bytes[s]
+        size = size_of[s]
         lowest = max(previous, wait_out[s])
         q = use
         while q > lowest and time_at[q] > latest[k] and curve[q - 1] + size <= budget:
             q -= 1
         issue_in[s] = q
         previous = q
-        for p in range(q, last_backward[s] + 1):
+        # What comes back encoded is gone after its decode, whose result `liveness` has counted.
+        until = use if is_encoded(g, placement, s) else last_backward[s]
+        for p in range(q, until + 1):
             curve[p] += size
     return time_at[total]
 
 
 @njit(cache=True)
-def timeline(g, placement, saved, program, forward, total, link, produced, first_backward, wait_out, issue_in, start_us):  # type: ignore[no-untyped-def]
+def timeline(  # type: ignore[no-untyped-def]
+    g,
+    placement,
+    saved,
+    program,
+    forward,
+    total,
+    link,
+    produced,
+    first_backward,
+    wait_out,
+    issue_in,
+    start_us,
+):
     """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
 
     Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
     measured duplex factor. A wait stalls compute until its copy has ended.
     """
+    n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
     count = 0
     for s in range(storages):
-        if saved[s] and placement[s] != KEEP:
+        if is_moved(placement, saved, s):
             count += 1
     # Per position, a linked list of the storages that are waited for, issued or first read there.
     by_wait = np.full(total + 2, -1, np.int32)
@@ -444,7 +604,7 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
     next_issue = np.full(storages, -1, np.int32)
     next_use = np.full(storages, -1, np.int32)
     for s in range(storages - 1, -1, -1):
-        if saved[s] and placement[s] != KEEP:
+        if is_moved(placement, saved, s):
             p = min(wait_out[s], total) if wait_out[s] >= 0 else total
             next_wait[s] = by_wait[p]
             by_wait[p] = s
@@ -456,58 +616,55 @@ def timeline(g, placement, saved, program, forward, total, link, produced, first
     into = np.empty((count + 1, 2), np.float64)
     out_index = np.full(storages, -1, np.int32)
     in_index = np.full(storages, -1, np.int32)
-    # engine[0]: time up to which the copy engines have run; busy[0], busy[1]: their busy time; ends: head and tail of each queue
+    # engine[0]: time up to which the copy engines have run. busy[0], busy[1]: their busy time. ends: each queue's ends.
     engine = np.zeros(1, np.float64)
     busy = np.zeros(2, np.float64)
     ends = np.zeros(4, np.int64)
     slowdown = link.duplex_slowdown
-    node_time = g.node_time_us
     root_storage = g.root_storage
     now = 0.0
     stall = 0.0
     for p in range(total + 1):
         s = by_wait[p]
         while s >= 0:
-            if placement[s] == COMPRESS:
-                now += g.storage_encode_us[s]
-            else:
-                i = out_index[s]
-                if ends[0] <= i:
-                    _run_engines(np.inf, i, -1, slowdown, engine, busy, ends, out, into)
-                if out[i, 1] > now:
-                    stall += out[i, 1] - now
-                    now = out[i, 1]
+            i = out_index[s]
+            if ends[0] <= i:
+                _run_engines(np.inf, i, -1, slowdown, engine, busy, ends, out, into)
+            if out[i, 1] > now:
+                stall += out[i, 1] - now
+                now = out[i, 1]
             s = next_wait[s]
         if p == total:
             break
         s = by_issue[p]
         while s >= 0:
-            if placement[s] == COMPRESS:
-                now += g.storage_decode_us[s]
-            else:
-                _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
-                in_index[s] = ends[3]
-                into[ends[3], 0] = link.latency_us + g.storage_copy_bytes[s] * link.h2d_us_per_byte
-                ends[3] += 1
+            _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
+            in_index[s] = ends[3]
+            moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
+            into[ends[3], 0] = link.latency_us + moved * link.h2d_us_per_byte
+            ends[3] += 1
             s = next_issue[s]
         s = by_use[p]
         while s >= 0:
-            if placement[s] != COMPRESS:
-                i = in_index[s]
-                if ends[2] <= i:
-                    _run_engines(np.inf, -1, i, slowdown, engine, busy, ends, out, into)
-                if into[i, 1] > now:
-                    stall += into[i, 1] - now
-                    now = into[i, 1]
+            i = in_index[s]
+            if ends[2] <= i:
+                _run_engines(np.inf, -1, i, slowdown, engine, busy, ends, out, into)
+            if into[i, 1] > now:
+                stall += into[i, 1] - now
+                now = into[i, 1]
             s = next_use[s]
         start_us[p] = now
-        now += node_time[program[p]]
+        now += instruction_us(g, program[p])
         if p < forward:
-            s = root_storage[program[p]]
-            if s >= 0 and saved[s] and placement[s] != KEEP and placement[s] != COMPRESS and produced[s] == p:
+            node = program[p]
+            encoded = node >= n
+            s = node - n if encoded else root_storage[node]
+            starts = s >= 0 and is_moved(placement, saved, s) and is_encoded(g, placement, s) == encoded
+            if starts and (encoded or produced[s] == p):
                 _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
                 out_index[s] = ends[1]
-                out[ends[1], 0] = link.latency_us + g.storage_copy_bytes[s] * link.d2h_us_per_byte
+                moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
+                out[ends[1], 0] = link.latency_us + moved * link.d2h_us_per_byte
                 ends[1] += 1
     return now, stall, busy[0], busy[1]
 

@@ -61,7 +61,14 @@ def boxed_callable(module: GraphModule) -> Any:
     return call
 
 
-def static_metadata(graph_module: GraphModule) -> Any:
+def static_metadata() -> Any:
     """The metadata AOTAutograd is tracing with right now, or None outside of it."""
     context = torch._guards.TracingContext.try_get()
     return getattr(context, "fw_metadata", None) if context is not None else None
+
+
+def donate_nothing() -> None:
+    """Say to the step being traced that none of its saved tensors is donated: backward(retain_graph=True) is allowed then."""
+    metadata = static_metadata()
+    if metadata is not None:
+        metadata.bw_donated_idxs = []

@@ -1,7 +1,7 @@
 """The graph rules, as code. Run after each step in tests, and for users under `verify=True`.
 
-Raises GraphRuleError, naming the rule, the node and what was found. These are rules about our own rewrite: a breach is a
-bug in fxhome, never a user's mistake.
+Raises GraphRuleError, naming the rule, the node and what was found. These are rules about our own rewrite: a breach is
+a bug in fxhome, never a user's mistake.
 """
 
 from collections.abc import Iterable
@@ -12,16 +12,27 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.errors import GraphRuleError
 from fxhome.passes.classify import recompute_refusal
+from fxhome.passes.insert_nodes import ENCODED_OF
 from fxhome.placement import Instruction
-from fxhome.runtime import ops
+from fxhome.runtime import codec_ops, ops
+
+SWAP_OUTS = (ops.swap_out, codec_ops.swap_out_encoded_op)
+SWAP_INS = (ops.swap_in, codec_ops.swap_in_encoded_op)
 
 
 def _fail(rule: str, node: fx.Node, found: str) -> GraphRuleError:
-    return GraphRuleError(f"verify: {rule}: node '{node.name}' ({node.target}): {found}; this is a bug in fxhome, please report it with the plan file")
+    return GraphRuleError(
+        f"verify: {rule}: node '{node.name}' ({node.target}): {found}; "
+        "this is a bug in fxhome, please report it with the plan file"
+    )
 
 
 def verify_partition(
-    joint: GraphModule, forward: GraphModule, backward: GraphModule, program: Iterable[Instruction], num_fwd_outputs: int
+    joint: GraphModule,
+    forward: GraphModule,
+    backward: GraphModule,
+    program: Iterable[Instruction],
+    num_fwd_outputs: int,
 ) -> None:
     """Forward outputs and backward inputs agree, nothing forbidden is recomputed, every value is present."""
     verify_boundary(forward, backward, num_fwd_outputs)
@@ -46,7 +57,9 @@ def verify_boundary(forward: GraphModule, backward: GraphModule, num_fwd_outputs
     for given, taken in zip(saved, inputs, strict=True):
         left, right = given.meta["val"], taken.meta["val"]
         if isinstance(left, torch.Tensor) and _signature(left) != _signature(right):
-            raise _fail("saved tensors and backward inputs agree", taken, f"saved {_signature(left)}, taken {_signature(right)}")
+            raise _fail(
+                "saved tensors and backward inputs agree", taken, f"saved {_signature(left)}, taken {_signature(right)}"
+            )
 
 
 def _signature(value: torch.Tensor) -> tuple[object, ...]:
@@ -54,7 +67,7 @@ def _signature(value: torch.Tensor) -> tuple[object, ...]:
 
 
 def verify_transfers(forward: GraphModule, backward: GraphModule) -> None:
-    """Each swap-out has one wait before its host copy is read or its source released; each swap-in one before its reader."""
+    """Each swap-out has one wait before its copy is read or its source released; each swap-in one before its reader."""
     waits_out = 0
     outs = 0
     for module in (forward, backward):
@@ -62,25 +75,74 @@ def verify_transfers(forward: GraphModule, backward: GraphModule) -> None:
         for node in module.graph.nodes:
             for source in node.all_input_nodes:
                 if source in released and node.op != "output":
-                    raise _fail("no reader of a released tensor", node, f"reads '{source.name}' after its swap-out was waited for")
-            if node.target is ops.swap_out:
+                    raise _fail(
+                        "no reader of a released tensor",
+                        node,
+                        f"reads '{source.name}' after its swap-out was waited for",
+                    )
+            if node.target in SWAP_OUTS:
                 outs += 1
                 waits = [user for user in node.users if user.target is ops.swap_out_wait]
                 others = [user for user in node.users if user.target is not ops.swap_out_wait and user.op != "output"]
                 if len(waits) > 1 or others:
-                    raise _fail("one wait for each swap-out", node, f"{len(waits)} waits, other readers {[user.name for user in others]}")
+                    raise _fail(
+                        "one wait for each swap-out",
+                        node,
+                        f"{len(waits)} waits, other readers {[user.name for user in others]}",
+                    )
             elif node.target is ops.swap_out_wait:
                 waits_out += 1
                 released.add(node.args[1])
-            elif node.target is ops.swap_in:
+            elif node.target in SWAP_INS:
                 waits = [user for user in node.users if user.target is ops.swap_in_wait]
                 others = [user for user in node.users if user.target is not ops.swap_in_wait]
                 if len(waits) != 1 or others:
-                    raise _fail("one wait for each swap-in", node, f"{len(waits)} waits, other readers {[user.name for user in others]}")
+                    raise _fail(
+                        "one wait for each swap-in",
+                        node,
+                        f"{len(waits)} waits, other readers {[user.name for user in others]}",
+                    )
                 host = node.args[0]
                 if host.op == "placeholder" and any(user.target is ops.swap_out_wait for user in host.users):
-                    raise _fail("a host copy is read only after its wait", node, f"reads '{host.name}', whose wait is elsewhere")
-            elif node.target is ops.swap_in_wait and node.args[0].target is not ops.swap_in:
+                    raise _fail(
+                        "a host copy is read only after its wait", node, f"reads '{host.name}', whose wait is elsewhere"
+                    )
+            elif node.target is ops.swap_in_wait and node.args[0].target not in SWAP_INS:
                 raise _fail("a wait follows its swap-in", node, f"waits for '{node.args[0]}'")
     if outs != waits_out:
-        raise _fail("one wait for each swap-out", next(iter(forward.graph.nodes)), f"{outs} swap-outs, {waits_out} waits")
+        raise _fail(
+            "one wait for each swap-out", next(iter(forward.graph.nodes)), f"{outs} swap-outs, {waits_out} waits"
+        )
+
+
+def verify_codecs(forward: GraphModule, backward: GraphModule) -> None:
+    """A decode follows its encode: same codec, dtype and storage; an encoded tensor is only moved and decoded."""
+    encodes = {node.meta[ENCODED_OF]: node for node in forward.graph.nodes if node.target is codec_ops.encode_op}
+    decoded: set[str] = set()
+    for node in forward.graph.nodes:
+        if node.target is codec_ops.decode_op:
+            raise _fail("a decode stands in the backward", node, "it is in the forward")
+    for node in backward.graph.nodes:
+        if node.target is codec_ops.encode_op:
+            raise _fail("an encode stands in the forward", node, "it is in the backward")
+        if node.target is not codec_ops.decode_op:
+            continue
+        name = node.meta["fxhome_source"]
+        encode = encodes.get(name)
+        if encode is None or name in decoded:
+            raise _fail("one decode for each encode", node, f"'{name}' is not encoded, or decoded twice")
+        decoded.add(name)
+        source = encode.args[0].meta["val"]
+        found = (node.args[6], node.args[1], list(node.args[2]), list(node.args[3]), node.args[4], node.args[5])
+        given = (
+            encode.args[2],
+            encode.args[1],
+            list(source.shape),
+            list(source.stride()),
+            source.storage_offset(),
+            source.dtype,
+        )
+        if found != given:
+            raise _fail("a decode agrees with its encode", node, f"encoded {given}, decoded {found}")
+    if lost := sorted(set(encodes) - decoded):
+        raise _fail("one decode for each encode", encodes[lost[0]], "nothing decodes it")

@@ -26,6 +26,7 @@ from fxhome.cuda_kernels.tiles import Elements, tile_words
 @dataclass(frozen=True)
 class Exponent(TiledCodec):
     tail_dominates: ClassVar[bool] = False
+    link_efficiency: ClassVar[float] = 0.91
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         self.require_dtype(dtype)

@@ -4,10 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
 
 from fxhome.runtime.free_space import Block, Fence, latest_fences
+
+
+class Contents(Protocol):
+    """How a storage lies in its slot, where that is not byte for byte. Both methods run as copies do: on a copy stream
+    of the storage's device, or on the CPU at the moment that the stand-in chooses."""
+
+    def write(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Put `storage` into the slot's uint8 tensor."""
+
+    def read(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        """Restore `storage` from the slot's uint8 tensor."""
 
 
 @dataclasses.dataclass
@@ -33,11 +45,12 @@ class IncomingCopy:
 class HostSlot:
     """A live range of the pool: its bytes, the fences of the work on it and its unfinished copies."""
 
-    __slots__ = ("block", "fences", "incoming", "outgoing")
+    __slots__ = ("block", "contents", "fences", "incoming", "outgoing")
 
     def __init__(self, block: Block) -> None:
         self.block = block
         self.fences = block.fences
+        self.contents: Contents | None = None
         self.outgoing: OutgoingCopy | None = None
         self.incoming: dict[int, IncomingCopy] = {}  # by the buffer's address
 

@@ -48,7 +48,7 @@ def start_out(slot: HostSlot, source: torch.UntypedStorage) -> Callable[[torch.T
     """Begin copying `source` to `slot`; the returned function ends it and may be called again to no effect."""
     settings, size_bytes, is_done = _settings, source.nbytes(), False
     if settings.copy_timing == "earliest":
-        ctypes.memmove(slot.block.address, source.data_ptr(), size_bytes)
+        _write(slot, source)
 
     def finish(src: torch.Tensor) -> None:
         nonlocal is_done
@@ -57,7 +57,7 @@ def start_out(slot: HostSlot, source: torch.UntypedStorage) -> Callable[[torch.T
         is_done = True
         address = src.untyped_storage().data_ptr()
         if settings.copy_timing == "latest":
-            ctypes.memmove(slot.block.address, address, size_bytes)
+            _write(slot, src.untyped_storage())
         if settings.poison:
             ctypes.memset(address, POISON, size_bytes)
 
@@ -65,19 +65,40 @@ def start_out(slot: HostSlot, source: torch.UntypedStorage) -> Callable[[torch.T
 
 
 def start_in(slot: HostSlot, target: torch.UntypedStorage) -> Callable[[], None]:
-    """Begin copying `slot` to `target` (equal sizes); the returned function ends it."""
+    """Begin copying `slot` to `target`; the returned function ends it."""
     settings, size_bytes = _settings, target.nbytes()
+    early = settings.copy_timing == "earliest"
+    if early:
+        _read(slot, target)
     # Not a tensor: it must not show in a measurement of tensor storages.
-    early = ctypes.string_at(slot.block.address, size_bytes) if settings.copy_timing == "earliest" else None
-    if early is not None and not settings.poison:
-        ctypes.memmove(target.data_ptr(), early, size_bytes)
-    elif settings.poison:
+    arrived = ctypes.string_at(target.data_ptr(), size_bytes) if early and settings.poison else b""
+    if settings.poison:
         ctypes.memset(target.data_ptr(), POISON, size_bytes)
 
     def finish() -> None:
-        if early is None:
-            ctypes.memmove(target.data_ptr(), slot.block.address, size_bytes)
+        if not early:
+            _read(slot, target)
         elif settings.poison:
-            ctypes.memmove(target.data_ptr(), early, size_bytes)
+            ctypes.memmove(target.data_ptr(), arrived, size_bytes)
 
     return finish
+
+
+def _write(slot: HostSlot, source: torch.UntypedStorage) -> None:
+    if slot.contents is None:
+        ctypes.memmove(slot.block.address, source.data_ptr(), source.nbytes())
+    else:
+        slot.contents.write(_host_tensor(slot), source)
+
+
+def _read(slot: HostSlot, target: torch.UntypedStorage) -> None:
+    if slot.contents is None:
+        ctypes.memmove(target.data_ptr(), slot.block.address, target.nbytes())
+    else:
+        slot.contents.read(_host_tensor(slot), target)
+
+
+def _host_tensor(slot: HostSlot) -> torch.Tensor:
+    """The slot's bytes; a view for the moment, since a tensor kept here would keep the slot alive."""
+    memory = (ctypes.c_uint8 * slot.block.size_bytes).from_address(slot.block.address)
+    return torch.frombuffer(memory, dtype=torch.uint8)

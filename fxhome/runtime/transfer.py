@@ -22,7 +22,7 @@ from fxhome.errors import DeviceError
 from fxhome.runtime import stand_in
 from fxhome.runtime.free_space import Fence
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import HostSlot, IncomingCopy, OutgoingCopy
+from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy
 
 _RING_LENGTH = 1024
 
@@ -44,6 +44,10 @@ class _CopyQueue:
 
     def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> Fence:
         """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
+        return self.run(functools.partial(target.copy_, source, True), slot)
+
+    def run(self, work: Callable[[], object], slot: HostSlot) -> Fence:
+        """Queue what `work` launches behind the work queued on the current stream; fence `slot`."""
         current = torch.cuda.current_stream(self.stream.device)
         with self._lock:  # a stream remembers only one caller's previous stream, and orders must follow the queue
             order = next(self._orders)
@@ -54,7 +58,7 @@ class _CopyQueue:
                 if fence.queue != self.key:
                     self.stream.wait_event(fence.event)
             with self.stream:
-                target.copy_(source, True)
+                work()
             end.record(self.stream)
         fence = Fence(self.key, order, end)
         slot.add_fence(fence)
@@ -83,14 +87,24 @@ def _link(device: torch.device) -> _CudaLink:
 
 def swap_out(src: torch.Tensor) -> torch.Tensor:
     """Start copying the whole storage of `src` to a host slot; return that slot's uint8 tensor."""
+    return swap_out_as(src, None, src.untyped_storage().nbytes())
+
+
+def swap_out_as(src: torch.Tensor, contents: Contents | None, slot_bytes: int) -> torch.Tensor:
+    """The same, with `contents` deciding how the storage lies in a slot of `slot_bytes`; None copies it as it is."""
     _check_device(src.device, "swap_out")
     storage = src.untyped_storage()
     is_cuda = src.device.type == "cuda"
-    host, slot = host_pool().empty(storage.nbytes(), pinned=is_cuda)
+    host, slot = host_pool().empty(slot_bytes, pinned=is_cuda)
     if slot is None:
         return host
+    slot.contents = contents
     if is_cuda:
-        fence = _link(src.device).out.copy(host.untyped_storage(), storage, slot)
+        queue = _link(src.device).out
+        if contents is None:
+            fence = queue.copy(host.untyped_storage(), storage, slot)
+        else:
+            fence = queue.run(functools.partial(contents.write, host, storage), slot)
         slot.outgoing = OutgoingCopy(functools.partial(_wait_for, fence))
     else:
         slot.outgoing = OutgoingCopy(stand_in.start_out(slot, storage))
@@ -127,11 +141,24 @@ def swap_in(
 
     Raises RuntimeError when the slot's own swap_out was not waited for, or the geometry needs more bytes.
     """
+    return swap_in_as(host, host.numel(), size, stride, storage_offset, dtype, device)
+
+
+def swap_in_as(
+    host: torch.Tensor,
+    storage_bytes: int,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """The same for a slot filled by `swap_out_as`: the new storage has `storage_bytes`."""
     _check_device(device, "swap_in")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", torch.cuda.current_device())
-    _check_geometry(host.numel(), size, stride, storage_offset, dtype)
-    storage = torch.empty(host.numel(), dtype=torch.uint8, device=device).untyped_storage()
+    _check_geometry(storage_bytes, size, stride, storage_offset, dtype)
+    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=device).untyped_storage()
     buffer = torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
     if host.numel() == 0:
         return buffer
@@ -142,7 +169,11 @@ def swap_in(
             "result of swap_out_wait"
         )
     if device.type == "cuda":
-        fence = _link(device).back.copy(storage, host.untyped_storage(), slot)
+        queue = _link(device).back
+        if slot.contents is None:
+            fence = queue.copy(storage, host.untyped_storage(), slot)
+        else:
+            fence = queue.run(functools.partial(slot.contents.read, host, storage), slot)
         finish: Callable[[], None] = functools.partial(_wait_on_both, fence, torch.cuda.current_stream(device))
     else:
         finish = stand_in.start_in(slot, storage)

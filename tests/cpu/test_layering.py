@@ -25,6 +25,9 @@ BASE = {
 CODEC_FACTS = {"fxhome.cuda_kernels.codec"}
 """Codec names and rates: all that a pass may know of the kernels."""
 
+OPERATORS = {"fxhome.runtime.ops", "fxhome.runtime.codec_ops"}
+"""Operators that the passes insert: all that they may know of the runtime."""
+
 
 def module_of(path: Path) -> str:
     relative = path.relative_to(ROOT).with_suffix("")
@@ -82,7 +85,7 @@ def allowed(module: str, imported: str) -> bool:
     if module in BASE:
         return imported in BASE or (module == "fxhome.device" and imported.startswith("fxhome.runtime.probe"))
     if module.startswith("fxhome.passes"):
-        facts = imported in BASE | CODEC_FACTS | {"fxhome.runtime.ops"}
+        facts = imported in BASE | CODEC_FACTS | OPERATORS
         return facts or imported.startswith("fxhome.passes")
     if module.startswith("fxhome.runtime"):
         return imported in BASE or imported.startswith(("fxhome.runtime", "fxhome.cuda_kernels"))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch._dynamo.backends.common import aot_autograd
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxhome.runtime import ops
 from fxhome.runtime.meter import StorageMeter, live_storage_bytes, resident_tensors
@@ -161,3 +162,17 @@ def test_resident_tensors_gives_one_tensor_per_storage() -> None:
     found = [t for t in resident_tensors() if t.untyped_storage().data_ptr() == a.untyped_storage().data_ptr()]
     assert len(found) == 1
     assert twin.numel() == 7
+
+
+def test_tensors_of_a_trace_are_passed_over() -> None:
+    """A failed trace leaves functional and fake tensors alive; they hold no memory and must not end every later step."""
+    with FakeTensorMode():
+        fake = torch.zeros(KIB)
+    functional = torch._to_functional_tensor(torch.zeros(KIB, device="meta"))
+    before = live_storage_bytes(granule_bytes=1)
+    with StorageMeter(granule_bytes=1) as meter:
+        meter.track([fake, functional])
+        assert meter.current_bytes == 0
+    real = torch.zeros(KIB)
+    assert live_storage_bytes(granule_bytes=1) - before == 4 * KIB
+    assert real.numel() == KIB

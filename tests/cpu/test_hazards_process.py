@@ -1,0 +1,254 @@
+"""More than one graph or more than one step: graph breaks, optimizer state, suppressed errors, DistributedDataParallel."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxhome
+from fxhome.errors import InfeasibleBudgetError
+from fxhome.runtime.meter import StorageMeter
+from tests.hazard_tools import (
+    Record,
+    Step,
+    as_bytes,
+    assert_no_host_memory_in_use,
+    assert_promise,
+    compile_step,
+    fresh,
+    in_bytes,
+    warnings_of,
+)
+
+ROWS, WIDTH = 512, 64
+
+# Dynamo itself asks the inputs of a resumed graph for their gradients.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+
+
+class Net(nn.Module):
+    """Three blocks; `broken` puts a graph break behind each of the first two."""
+
+    def __init__(self, *, broken: bool = False) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3)) for _ in range(3))
+        self.broken = broken
+
+    def block(self, index: int, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.blocks[index]:  # type: ignore[union-attr]
+            x = F.gelu(layer(x))
+        return x
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.block(0, x)
+        if self.broken:  # not in a loop: Dynamo would run all of it eagerly
+            torch._dynamo.graph_break()
+        x = self.block(1, x)
+        if self.broken:
+            torch._dynamo.graph_break()
+        return self.block(2, x)
+
+
+def step_of(model: nn.Module) -> Step:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        return loss
+
+    return step
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(ROWS, WIDTH)
+
+
+def gradients(options: dict[str, Any] | None, *, broken: bool, steps: int = 4) -> tuple[Record, list[int], int]:
+    """Gradients of the last step, the peak of each step, and what was resident before the last."""
+    fresh()
+    torch.manual_seed(0)
+    model, found, peaks = Net(broken=broken), Record(), []
+    step = compile_step(step_of(model), options)
+    x = batch()
+    for _ in range(steps):
+        model.zero_grad()
+        gc.collect()
+        with StorageMeter(granule_bytes=1) as meter:
+            meter.track_resident()
+            resident = meter.current_bytes
+            step(x).backward()
+        peaks.append(meter.peak_bytes)
+    for name, parameter in model.named_parameters():
+        found.note(name, parameter.grad)
+    return found, peaks, resident
+
+
+def test_a_step_may_be_metered_from_outside_while_it_compiles() -> None:
+    """The first step compiles, and a replan compiles later, under the user's own meter."""
+    found, peaks, _ = gradients({"memory_budget": "70%"}, broken=False)
+    expected, _, _ = gradients(None, broken=False)
+    assert found.differences(expected) == []
+    assert len(peaks) == 4
+
+
+def test_graph_breaks_give_several_plans_and_the_stock_gradients() -> None:
+    expected, _, _ = gradients(None, broken=True)
+    found, _, _ = gradients({"memory_budget": "100%", "policy": "vdnn_all"}, broken=True)
+    plans = fxhome.plans()
+    assert found.differences(expected) == []
+    assert len(plans) >= 3
+    assert len({plan.graph_fingerprint for plan in plans}) >= 3
+    assert_no_host_memory_in_use()
+
+
+def test_graph_breaks_share_one_budget() -> None:
+    """After the joint replanning that follows the first complete step, every step is within the one budget."""
+    _, stock, resident = gradients({"memory_budget": "100%"}, broken=True)
+    budget = resident + int(0.8 * (stock[-1] - resident))
+    found, peaks, _ = gradients({"memory_budget": in_bytes(budget)}, broken=True)
+    expected, _, _ = gradients(None, broken=True)
+    assert found.differences(expected) == []
+    assert max(peaks[2:]) <= budget
+    for plan in fxhome.plans():
+        assert plan.budget_bytes <= budget
+
+
+def test_graph_breaks_never_get_the_budget_once_each() -> None:
+    """A budget that one graph alone meets with everything kept, but all together do not."""
+    _, stock, resident = gradients({"memory_budget": "100%"}, broken=True)
+    budget = resident + int(0.6 * (stock[-1] - resident))
+    _, peaks, _ = gradients({"memory_budget": in_bytes(budget)}, broken=True)
+    assert max(peaks[2:]) <= budget
+
+
+def train(options: dict[str, Any] | None, caplog: pytest.LogCaptureFixture) -> tuple[Record, list[int], list[str]]:
+    """Five steps of Adam: parameters afterwards, peak of each forward and backward, warnings."""
+    fresh()
+    torch.manual_seed(0)
+    model, found, peaks = Net(), Record(), []
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    step = compile_step(step_of(model), options)
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, logger="fxhome"):
+        for _ in range(5):
+            x = batch()
+            gc.collect()
+            with StorageMeter(granule_bytes=1) as meter:
+                meter.track_resident()
+                step(x).backward()
+            peaks.append(meter.peak_bytes)
+            optimizer.step()
+            optimizer.zero_grad()
+    for name, parameter in model.named_parameters():
+        found.note(name, parameter)
+    return found, peaks, warnings_of(caplog)
+
+
+def test_optimizer_state_leads_to_one_replan_that_is_announced_once(caplog: pytest.LogCaptureFixture) -> None:
+    expected, _, _ = train(None, caplog)
+    _, free, _ = train({"memory_budget": "100%"}, caplog)
+    budget = int(0.95 * free[-1])  # between what the first step needs and what the later ones would take
+    assert free[0] <= budget < free[-1]
+    found, peaks, messages = train({"memory_budget": in_bytes(budget)}, caplog)
+    assert found.differences(expected) == []
+    assert max(peaks) <= budget
+    assert len(messages) == 1
+    assert "optimizer state" in messages[0]
+    (plan,) = fxhome.plans()
+    assert_promise(plan, budget)
+
+
+def test_reserve_leaves_room_for_optimizer_state(caplog: pytest.LogCaptureFixture) -> None:
+    """With the state reserved from the start nothing has to be planned again."""
+    _, free, _ = train({"memory_budget": "100%"}, caplog)
+    state_bytes = sum(2 * 4 * p.numel() + 4 for p in Net().parameters())
+    options = {"memory_budget": in_bytes(int(0.95 * free[-1])), "reserve": state_bytes + (1 << 16)}
+    _, peaks, messages = train(options, caplog)
+    assert messages == []
+    assert max(peaks) <= int(0.95 * free[-1])
+
+
+def test_suppressed_errors_do_not_suppress_a_refusal() -> None:
+    """Dynamo would run the model eagerly, outside any budget, for an error met while compiling."""
+    fresh()
+    model = Net()
+    step = compile_step(step_of(model), {"memory_budget": in_bytes(1)})
+    with torch._dynamo.config.patch(suppress_errors=True):
+        for _ in range(2):
+            with pytest.raises(InfeasibleBudgetError, match="cannot be met") as refused:
+                step(batch())
+            assert type(refused.value) is InfeasibleBudgetError
+            assert refused.value.__cause__ is None
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_suppressed_errors_do_not_suppress_a_wrong_option() -> None:
+    fresh()
+    step = compile_step(step_of(Net()), {"memory_bugdet": "1GiB"})
+    with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(ValueError, match="did you mean 'memory_budget'"):
+        step(batch())
+
+
+@pytest.fixture
+def one_process_group(tmp_path: Path) -> Iterator[None]:
+    if not torch.distributed.is_available() or not torch.distributed.is_gloo_available():
+        pytest.skip("this torch has no gloo")
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+@pytest.mark.usefixtures("one_process_group")
+@pytest.mark.skipif(os.name != "posix", reason="gloo over a file")
+def test_distributed_data_parallel_is_seen_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "_DEFAULT_FIRST_BUCKET_BYTES", 1)
+
+    def run(options: dict[str, Any] | None) -> Record:
+        fresh()
+        torch.manual_seed(0)
+        model, found = nn.parallel.DistributedDataParallel(Net(), bucket_cap_mb=1), Record()
+        model.bucket_bytes_cap = 50_000  # three of the nine layers
+        step = compile_step(model, options)
+        for _ in range(2):
+            model.zero_grad()
+            step(batch()).square().mean().backward()
+        for name, parameter in model.named_parameters():
+            found.note(name, parameter.grad)
+        return found
+
+    expected = run(None)
+    found = run({"memory_budget": "100%", "policy": "vdnn_all"})
+    plans = fxhome.plans()
+    assert found.differences(expected) == []
+    assert len(plans) > 1
+    for plan in plans:
+        assert any("DistributedDataParallel" in note for note in plan.notes), plan.notes
+    assert_no_host_memory_in_use()
+
+
+def test_a_module_moved_on_by_a_user_between_steps_is_seen() -> None:
+    """Parameters replaced in place by the user between two steps are what the next step reads, rebuilds included."""
+    fresh()
+    torch.manual_seed(0)
+    model = Net()
+    step = compile_step(step_of(model), {"memory_budget": "75%", "allow": ("recompute",)})
+    x = batch()
+    step(x).backward()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.zero_grad()
+    step(x).backward()
+    found = [as_bytes(p.grad) for p in model.parameters() if p.grad is not None]
+    model.zero_grad()
+    step_of(model)(x).backward()
+    assert found == [as_bytes(p.grad) for p in model.parameters() if p.grad is not None]
