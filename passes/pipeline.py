@@ -22,10 +22,13 @@ from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint
 from fxhome.passes.capture import normalize
+from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
+from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
+from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
 from fxhome.passes.problem import build_problem
@@ -39,6 +42,8 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome.planner")
 
+MAX_BOUND_DECISIONS = 1500
+"""The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
 T = TypeVar("T")
 
@@ -188,11 +193,16 @@ def plan_graph(
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
+    # Encoded copies are not placed in Inductor's schedule yet: there, compression is off.
+    codecs = None
+    if "compress" in options.allow and not fusing:
+        codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy)
     problem = build_problem(
         facts,
         costs,
         link_of(profile),
         options.allow,
+        codecs=codecs,
         outside_bytes=situation.outside_bytes,
         # The backward's tangents are not there yet in between.
         between_bytes=max(
@@ -265,6 +275,7 @@ def plan_graph(
             step_seconds=runner.seconds,
         )
 
+    classes = storage_classes(work, facts)
     if replay is not None:
         check_replay(replay, facts, profile, inner)
         placement = placement_codes(replay, facts, problem)
@@ -274,7 +285,9 @@ def plan_graph(
     else:
         placement, result, stats, gap = runner.run(
             "search",
-            lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room),
+            lambda: _search(
+                problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room, classes
+            ),
         )
         notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
@@ -283,7 +296,12 @@ def plan_graph(
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
     if options.verify:
         verify_partition(work, *graphs, program, num_fwd_outputs)
-    forward, backward = runner.run("insert_transfers", lambda: insert_transfers(*graphs, program, num_fwd_outputs))
+    encodings = codecs_of(plan)
+    graphs = runner.run("insert_codecs", lambda: insert_codecs(*graphs, program, num_fwd_outputs, encodings))
+    forward, backward = runner.run(
+        "insert_transfers",
+        lambda: insert_transfers(*graphs, program, num_fwd_outputs, encodings, facts.fingerprint),
+    )
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
         verify_transfers(forward, backward)
@@ -323,6 +341,7 @@ def _search(
     stock: Placements,
     resident: int,
     leave_room: bool,
+    classes: Sequence[str],
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
     if leave_room:
@@ -345,6 +364,8 @@ def _search(
             search_seconds=options.search_seconds,
             progress=report,
             seeds=(stock,),
+            storage_class=classes,
+            bound=len(problem.decisions()) <= MAX_BOUND_DECISIONS,
         )
     placement = found.placement
     if not found.feasible:
