@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from fxhome.cuda_kernels.floats import LARGEST_FINITE_BITS
 from fxhome.cuda_kernels.simt import (
+    byte_permute,
     device,
     f32_bits,
     f32_from_bits,
@@ -84,11 +85,29 @@ def finite_product(value: float, scale: float) -> float:
 
 @device
 def block_largest(largest: int) -> int:
-    """Maximum over the eight lanes that hold one block of 64 elements."""
+    """Maximum over the four lanes that hold one block of 64 elements."""
     result = uint32(largest)
-    for distance in (1, 2, 4):
+    for distance in (1, 2):
         result = uint32(max(result, shuffle_xor(result, uint32(distance))))
     return result
+
+
+@device
+def join_low_bytes(a: int, b: int, c: int, d: int) -> int:
+    """The lowest bytes of four words as one word."""
+    return byte_permute(byte_permute(a, b, uint32(0x0040)), byte_permute(c, d, uint32(0x0040)), uint32(0x5410))
+
+
+@device
+def join_upper_halves(low: int, high: int) -> int:
+    """The upper halves of two words as one word: two bf16 from the bits of two fp32."""
+    return byte_permute(low, high, uint32(0x7632))
+
+
+@device
+def round_to_upper_half(bits: int) -> int:
+    """fp32 bits whose upper half is the nearest bf16, ties to even; for values that are finite as bf16."""
+    return uint32(bits + uint32(0x7FFF + uint32(uint32(bits >> 16) & 1)))
 
 
 @device

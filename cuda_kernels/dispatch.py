@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import logging
 from dataclasses import dataclass
 
 import torch
 
+from fxhome.cuda_kernels.errors import CodecError
 from fxhome.cuda_kernels.geometry import geometry_of
 from fxhome.cuda_kernels.launch import KernelKey, loaded_kernel, multiprocessor_count
 from fxhome.cuda_kernels.layout import Layout
+
+log = logging.getLogger("fxhome.codecs")
 
 
 @dataclass(frozen=True)
@@ -40,8 +46,20 @@ class KernelLaunch:
     """Threads per block that the kernel's shared memory is laid out for."""
 
 
+@functools.cache
+def _use_tuned_geometry(device_index: int) -> None:
+    """Take over what `autotune` measured on this GPU model before; a bad cache file costs the tuned choices only."""
+    # Not imported above: the tuner imports the codecs, which import this module.
+    autotune = importlib.import_module("fxhome.cuda_kernels.autotune")
+    try:
+        autotune.apply_tuned(device_index, autotune.load_tuned(torch.cuda.get_device_name(device_index)))
+    except CodecError as error:
+        log.warning("codecs run with their default launch geometry: %s", error)
+
+
 def launch(codec: str, direction: str, call: KernelCall, prepared: KernelLaunch) -> None:
     """Launch on torch's current stream of the call's device."""
+    _use_tuned_geometry(call.device_index)
     blocks, threads = geometry_of(
         call.device_index,
         codec,

@@ -10,7 +10,7 @@ from fxhome.cuda_kernels.codec import Bytes
 
 BLOCK_ELEMENTS = 64
 """Elements that share one scale."""
-TILE_ELEMENTS = 256
+TILE_ELEMENTS = 512
 """Elements that one warp handles at a time."""
 
 FLOAT_NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}

@@ -34,8 +34,8 @@ class GeometryKey:
     """floor(log2 of the tensor's bytes), clipped to 20..30."""
 
 
-HOST_ENCODE_BLOCKS = 64
-HOST_DECODE_BLOCKS = 264
+HOST_ENCODE_BLOCKS = 32
+HOST_DECODE_BLOCKS = 64
 
 _tuned: dict[tuple[int, GeometryKey], Geometry] = {}
 

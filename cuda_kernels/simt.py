@@ -250,6 +250,10 @@ add_f32: Callable[[float, float], float] = _assembly(
 div_f32: Callable[[float, float], float] = _assembly(
     types.float32, [types.float32, types.float32], "div.rn.f32 $0, $1, $2;", "=f,f,f"
 )
+byte_permute: Callable[[int, int, int], int] = _assembly(
+    types.uint32, [types.uint32, types.uint32, types.uint32], "prmt.b32 $0, $1, $2, $3;", "=r,r,r,r"
+)
+"""Byte i of the result is byte (nibble i of the selector) of the eight bytes of a (0..3) and b (4..7)."""
 round_to_i32: Callable[[float], int] = _assembly(types.uint32, [types.float32], "cvt.rni.s32.f32 $0, $1;", "=r,f")
 floor_to_i32: Callable[[float], int] = _assembly(types.uint32, [types.float32], "cvt.rmi.s32.f32 $0, $1;", "=r,f")
 f32_from_i32: Callable[[int], float] = _assembly(types.float32, [types.uint32], "cvt.rn.f32.s32 $0, $1;", "=f,r")

@@ -403,7 +403,8 @@ def liveness(  # type: ignore[no-untyped-def]
                     held[s] = 1
         elif kind == GETITEM:
             if storage >= 0:
-                item_last[storage] = max(item_last[storage], stop)
+                # Alive at its own getitem too, though a moved result has no later reader here.
+                item_last[storage] = max(item_last[storage], stop, p)
             else:
                 passes_on = True
         elif kind == VIRTUAL:

@@ -35,16 +35,16 @@ def verify_partition(
     num_fwd_outputs: int,
 ) -> None:
     """Forward outputs and backward inputs agree, nothing forbidden is recomputed, every value is present."""
-    verify_boundary(forward, backward, num_fwd_outputs)
-    by_name = {node.name: node for node in joint.graph.nodes}
-    for item in program:
-        if item.kind == "recompute" and (refusal := recompute_refusal(by_name[item.target])) is not None:
-            raise _fail("a recomputed node must be repeatable", by_name[item.target], refusal)
     for module in (forward, backward):
         module.graph.lint()
         for node in module.graph.nodes:
             if node.op in ("call_function", "placeholder") and "val" not in node.meta:
                 raise _fail("every node has a value", node, "meta['val'] is missing")
+    verify_boundary(forward, backward, num_fwd_outputs)
+    by_name = {node.name: node for node in joint.graph.nodes}
+    for item in program:
+        if item.kind == "recompute" and (refusal := recompute_refusal(by_name[item.target])) is not None:
+            raise _fail("a recomputed node must be repeatable", by_name[item.target], refusal)
 
 
 def verify_boundary(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int) -> None:

@@ -128,6 +128,36 @@ def escape_mask(code2: int, code1: int) -> int:
     return uint32(uint32(pairs | uint32(pairs >> 4)) & code1 & 0xFF)
 
 
+@device
+def low_pairs(nibbles: int) -> int:
+    """The low two bits of eight nibbles as 16 bits."""
+    pairs = uint32(nibbles & 0x33333333)
+    pairs = uint32(uint32(pairs | uint32(pairs >> 2)) & 0x0F0F0F0F)
+    pairs = uint32(uint32(pairs | uint32(pairs >> 4)) & 0x00FF00FF)
+    return uint32(uint32(pairs | uint32(pairs >> 8)) & 0xFFFF)
+
+
+@device
+def top_bits(nibbles: int) -> int:
+    """Bit 2 of eight nibbles as 8 bits."""
+    bits = uint32(uint32(nibbles >> 2) & 0x11111111)
+    bits = uint32(uint32(bits | uint32(bits >> 3)) & 0x03030303)
+    bits = uint32(uint32(bits | uint32(bits >> 6)) & 0x000F000F)
+    return uint32(uint32(bits | uint32(bits >> 12)) & 0xFF)
+
+
+@device
+def spread_codes(code2: int, code1: int) -> int:
+    """Eight three-bit codes, one per nibble: the inverse of `low_pairs` and `top_bits`."""
+    pairs = uint32(uint32(code2 | uint32(code2 << 8)) & 0x00FF00FF)
+    pairs = uint32(uint32(pairs | uint32(pairs << 4)) & 0x0F0F0F0F)
+    pairs = uint32(uint32(pairs | uint32(pairs << 2)) & 0x33333333)
+    bits = uint32(uint32(code1 | uint32(code1 << 12)) & 0x000F000F)
+    bits = uint32(uint32(bits | uint32(bits << 6)) & 0x03030303)
+    bits = uint32(uint32(bits | uint32(bits << 3)) & 0x11111111)
+    return uint32(pairs | uint32(bits << 2))
+
+
 def make_choose_window(name: str) -> Callable[[int, int, int, int, int], int]:
     """Device function (source, first element, numel, histogram, lane) -> lowest exponent of the tile's window."""
     float_format = FORMATS_BY_NAME[name]
@@ -214,16 +244,12 @@ def make_encode(name: str) -> Callable[..., None]:
             for iteration in range(iterations):
                 unit = uint32(iteration * 32 + lane)
                 elements = load_unit(source, tile * TILE_BYTES + int64(unit) * (8 * width), total_bytes)
-                code2 = uint32(0)
-                code1 = uint32(0)
-                escaped = uint32(0)
+                codes = uint32(0)
                 for index in range(8):
-                    code = uint32(exponent_of(elements[index]) - base)
-                    if code >= WINDOW:
-                        code = uint32(WINDOW)
-                        escaped = uint32(escaped | uint32(1 << index))
-                    code2 = uint32(code2 | uint32(uint32(code & 3) << (2 * index)))
-                    code1 = uint32(code1 | uint32(uint32(code >> 2) << index))
+                    code = uint32(min(uint32(exponent_of(elements[index]) - base), uint32(WINDOW)))
+                    codes = uint32(codes | uint32(code << (4 * index)))
+                code2, code1 = low_pairs(codes), top_bits(codes)
+                escaped = escape_mask(code2, code1)
                 escaped = uint32(escaped & valid_mask(numel, tile * tile_elements + int64(unit) * 8))
                 shared_store_u16(uint32(planes + code2_offset + unit * 2), code2)
                 shared_store_u8(uint32(planes + code1_offset + unit), code1)
@@ -249,14 +275,11 @@ def make_encode(name: str) -> Callable[..., None]:
                     join_bytes(byte_of(r4, 0), byte_of(r5, 0), byte_of(r6, 0), byte_of(r7, 0)),
                 )
                 if has_extra:
-                    extra2 = uint32(0)
-                    extra1 = uint32(0)
+                    extras = uint32(0)
                     for index in range(8):
-                        extra = uint32(rest_of(elements[index]) >> 8)
-                        extra2 = uint32(extra2 | uint32(uint32(extra & 3) << (2 * index)))
-                        extra1 = uint32(extra1 | uint32(uint32(extra >> 2) << index))
-                    shared_store_u16(uint32(planes + extra2_offset + unit * 2), extra2)
-                    shared_store_u8(uint32(planes + extra1_offset + unit), extra1)
+                        extras = uint32(extras | uint32(uint32(rest_of(elements[index]) >> 8) << (4 * index)))
+                    shared_store_u16(uint32(planes + extra2_offset + unit * 2), low_pairs(extras))
+                    shared_store_u8(uint32(planes + extra1_offset + unit), top_bits(extras))
                 present = popcount(escaped)
                 upto = warp_inclusive_sum(present, lane)
                 place = uint32(escapes + uint32(count + upto - present))
@@ -364,23 +387,25 @@ def make_decode(name: str) -> Callable[..., None]:
                 if has_extra:
                     extra2 = shared_load_u16(uint32(planes + extra2_offset + unit * 2))
                     extra1 = shared_load_u8(uint32(planes + extra1_offset + unit))
-                    r0 = uint32(r0 | uint32(code_at(extra2, extra1, 0) << 8))
-                    r1 = uint32(r1 | uint32(code_at(extra2, extra1, 1) << 8))
-                    r2 = uint32(r2 | uint32(code_at(extra2, extra1, 2) << 8))
-                    r3 = uint32(r3 | uint32(code_at(extra2, extra1, 3) << 8))
-                    r4 = uint32(r4 | uint32(code_at(extra2, extra1, 4) << 8))
-                    r5 = uint32(r5 | uint32(code_at(extra2, extra1, 5) << 8))
-                    r6 = uint32(r6 | uint32(code_at(extra2, extra1, 6) << 8))
-                    r7 = uint32(r7 | uint32(code_at(extra2, extra1, 7) << 8))
+                    extras = spread_codes(extra2, extra1)
+                    r0 = uint32(r0 | uint32(code_at(extras, 0) << 8))
+                    r1 = uint32(r1 | uint32(code_at(extras, 1) << 8))
+                    r2 = uint32(r2 | uint32(code_at(extras, 2) << 8))
+                    r3 = uint32(r3 | uint32(code_at(extras, 3) << 8))
+                    r4 = uint32(r4 | uint32(code_at(extras, 4) << 8))
+                    r5 = uint32(r5 | uint32(code_at(extras, 5) << 8))
+                    r6 = uint32(r6 | uint32(code_at(extras, 6) << 8))
+                    r7 = uint32(r7 | uint32(code_at(extras, 7) << 8))
+                codes = spread_codes(code2, code1)
                 unit_elements = (
-                    join(exponent_at(code2, code1, 0, base, x0), r0),
-                    join(exponent_at(code2, code1, 1, base, x1), r1),
-                    join(exponent_at(code2, code1, 2, base, x2), r2),
-                    join(exponent_at(code2, code1, 3, base, x3), r3),
-                    join(exponent_at(code2, code1, 4, base, x4), r4),
-                    join(exponent_at(code2, code1, 5, base, x5), r5),
-                    join(exponent_at(code2, code1, 6, base, x6), r6),
-                    join(exponent_at(code2, code1, 7, base, x7), r7),
+                    join(exponent_at(codes, 0, base, x0), r0),
+                    join(exponent_at(codes, 1, base, x1), r1),
+                    join(exponent_at(codes, 2, base, x2), r2),
+                    join(exponent_at(codes, 3, base, x3), r3),
+                    join(exponent_at(codes, 4, base, x4), r4),
+                    join(exponent_at(codes, 5, base, x5), r5),
+                    join(exponent_at(codes, 6, base, x6), r6),
+                    join(exponent_at(codes, 7, base, x7), r7),
                 )
                 offset = tile * TILE_BYTES + int64(unit) * (8 * width)
                 store_unit(target, offset, total_bytes, unit_elements)
@@ -392,14 +417,13 @@ def make_decode(name: str) -> Callable[..., None]:
 
 
 @device
-def code_at(plane2: int, plane1: int, index: int) -> int:
-    low = uint32(uint32(plane2 >> (2 * index)) & 3)
-    return uint32(low | uint32(uint32(uint32(plane1 >> index) & 1) << 2))
+def code_at(codes: int, index: int) -> int:
+    return uint32(uint32(codes >> (4 * index)) & 7)
 
 
 @device
-def exponent_at(code2: int, code1: int, index: int, base: int, escape: int) -> int:
+def exponent_at(codes: int, index: int, base: int, escape: int) -> int:
     """Exponent of element `index`; `escape` is its escaped exponent + 1, or 0."""
     if escape != 0:
         return uint32(escape - 1)
-    return uint32(uint32(base + code_at(code2, code1, index)) & 0xFF)
+    return uint32(uint32(base + code_at(codes, index)) & 0xFF)

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -22,8 +24,11 @@ from fxhome.cuda_kernels.launch import raise_if_corrupt
 from fxhome.runtime import transfer
 from fxhome.runtime.codec_sites import CodecSite, site_name, site_of
 from fxhome.runtime.host_pool import host_pool
+from fxhome.runtime.slot import HostSlot
 
 __all__ = ["decode_op", "encode_op", "site_name", "swap_in_encoded_op", "swap_out_encoded_op"]
+
+log = logging.getLogger("fxhome.codecs")
 
 _LIBRARY = torch.library.Library("fxhome", "FRAGMENT")
 _TAGS = (torch.Tag.needs_exact_strides,)
@@ -72,7 +77,8 @@ def swap_out_encoded(src: torch.Tensor, storage_bytes: int, codec: str, assumed_
     chosen = codec_by_name(codec)
     slot_bytes = _slot_bytes(codec, storage_bytes, src.dtype)
     state = site_of(site, codec, storage_bytes, assumed_bytes, chosen.link_efficiency)
-    if state.next_step() and storage_bytes:
+    _observe_waiting()
+    if state.next_step() and storage_bytes and (src.is_cpu or _kernels_reach_the_pool()):
         return transfer.swap_out_as(src, _Encoded(chosen, src.dtype, state), slot_bytes)
     return transfer.swap_out_as(src, _PLAIN, slot_bytes)
 
@@ -89,7 +95,7 @@ def swap_in_encoded(
     """Start restoring a slot that `swap_out_encoded` filled, in whichever form it did."""
     slot = host_pool().slot_of(host)
     if slot is not None and isinstance(slot.contents, _Encoded):
-        slot.contents.observe(host, storage_bytes, has_arrived=all(fence.event.query() for fence in slot.fences))
+        _observe(_Sight(host, slot, slot.contents, storage_bytes))
     return transfer.swap_in_as(host, storage_bytes, size, stride, storage_offset, dtype, device)
 
 
@@ -102,20 +108,10 @@ class _Encoded:
     site: CodecSite
 
     def write(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        if host.is_cpu and storage.device.type == "cuda" and not host.is_pinned():
-            raise RuntimeError(
-                "fxhome::swap_out_encoded: the host pool's memory is not page-locked, so no kernel can write to it; "
-                "leave 'compress' out of `allow`"
-            )
         self.codec.encode(_elements(storage, self.dtype), host)
 
     def read(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
         self.codec.decode(host, _elements(storage, self.dtype))
-
-    def observe(self, host: torch.Tensor, storage_bytes: int, *, has_arrived: bool) -> None:
-        if has_arrived:
-            numel = storage_bytes // self.dtype.itemsize
-            self.site.observe(self.codec.observed_bytes(host, numel, self.dtype))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +126,51 @@ class _Plain:
 
 
 _PLAIN = _Plain()
+
+
+class _Sight(NamedTuple):
+    """An encoded slot whose size is to be read once its bytes have arrived."""
+
+    host: torch.Tensor
+    slot: HostSlot
+    contents: _Encoded
+    storage_bytes: int
+
+
+# At most one slot is kept past its life for this, and only a small one: see `_observe`.
+_waiting: list[_Sight] = []
+_WAITING_BYTES = 64 << 20
+_PATIENCE_STEPS = 8
+
+
+def _observe(sight: _Sight) -> None:
+    """Read an encoded size if it has arrived. Where the host always runs ahead of the device, so that it never has by
+    now, one slot at a time is kept until a later step finds it complete."""
+    if all(fence.event.query() for fence in sight.slot.fences):
+        numel = sight.storage_bytes // sight.contents.dtype.itemsize
+        sight.contents.site.observe(sight.contents.codec.observed_bytes(sight.host, numel, sight.contents.dtype))
+    elif (
+        not _waiting
+        and sight.storage_bytes <= _WAITING_BYTES
+        and sight.contents.site.steps_since_seen >= _PATIENCE_STEPS
+    ):
+        _waiting.append(sight)
+
+
+def _observe_waiting() -> None:
+    if _waiting and all(fence.event.query() for fence in _waiting[0].slot.fences):
+        _observe(_waiting.pop())
+
+
+@functools.cache
+def _kernels_reach_the_pool() -> bool:
+    """Whether the host pool's memory is page-locked; where it is not, everything is copied plainly."""
+    host, _ = host_pool().empty(1, pinned=True)
+    if not host.is_pinned():
+        log.warning(
+            "the host pool is not page-locked, so no kernel can write to it: nothing is encoded on its way there"
+        )
+    return host.is_pinned()
 
 
 def _elements(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor:

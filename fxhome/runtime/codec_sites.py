@@ -41,12 +41,14 @@ class CodecSite:
         self.is_encoding = True
         self.decisions_changed = 0
         self.steps = 0
+        self.steps_since_seen = 0
         self._plain_steps = 0
         self._limit_bytes = plain_bytes * BREAK_EVEN * link_efficiency
 
     def next_step(self) -> bool:
         """Count a step; whether to encode in it. While plain copies win, an attempt now and then looks again."""
         self.steps += 1
+        self.steps_since_seen += 1
         if self.is_encoding:
             return True
         self._plain_steps += 1
@@ -55,6 +57,7 @@ class CodecSite:
     def observe(self, encoded_bytes: int) -> None:
         """Take note of a size and decide what the next steps do."""
         self.seen_bytes = encoded_bytes
+        self.steps_since_seen = 0
         pays = encoded_bytes <= self._limit_bytes
         if pays != self.is_encoding:
             self.is_encoding = pays

@@ -109,6 +109,7 @@ class _Machine:
         table[simt.mul_f32] = _quiet(lambda a, b: np.float32(a) * np.float32(b))
         table[simt.add_f32] = _quiet(lambda a, b: np.float32(a) + np.float32(b))
         table[simt.div_f32] = _quiet(lambda a, b: np.float32(a) / np.float32(b))
+        table[simt.byte_permute] = _byte_permute
         table[simt.round_to_i32] = lambda value: _to_i32(np.rint(value))
         table[simt.floor_to_i32] = lambda value: _to_i32(np.floor(value))
         table[simt.f32_from_i32] = lambda bits: np.float32(np.uint32(_u32(bits)).view(np.int32))
@@ -127,6 +128,11 @@ def _quiet(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(*arguments)
 
     return call
+
+
+def _byte_permute(a: int, b: int, selector: int) -> int:
+    pool = _u32(a).to_bytes(4, "little") + _u32(b).to_bytes(4, "little")
+    return int.from_bytes(bytes(pool[selector >> (4 * index) & 7] for index in range(4)), "little")
 
 
 def _to_i32(value: Any) -> int:

@@ -107,3 +107,20 @@ def test_rates_of_bf16() -> None:
 
     assert 2 * numel / codec_by_name("int8").encoded_bytes(numel, torch.bfloat16) > 1.93
     assert 2 * numel / codec_by_name("int4").encoded_bytes(numel, torch.bfloat16) > 3.75
+
+
+@pytest.mark.parametrize("factor", [1e-38, 1e-31, 1e-9, 1e9, 1e30, 1e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_range_of_scales_takes_the_way_of_the_reference(name: str, dtype: torch.dtype, factor: float) -> None:
+    """The kernels have a short way for middling scales and a long one for the rest."""
+    codec = codec_by_name(name)
+    source = (activations(640, torch.float32, special=0.005) * factor).to(dtype)
+    expected = reference_encode(codec, source)
+
+    encoded = kernel_encode(codec, source)
+    decoded, _ = kernel_decode(codec, expected, 640, dtype)
+
+    codes = 640 if name == "int8" else 320
+    assert np.array_equal(encoded.head[:codes], expected.head[:codes])
+    assert same_bits(decoded, reference_decode(codec, expected, 640, dtype))

@@ -116,3 +116,19 @@ def test_rate_of_bf16() -> None:
     numel = 1 << 20
 
     assert 2 * numel / codec_by_name("fp8_e4m3").encoded_bytes(numel, torch.bfloat16) > 1.96
+
+
+@pytest.mark.parametrize("factor", [1e-37, 1e-30, 1e-9, 1e6, 1e12, 1e30, 1e38])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("name", NAMES)
+def test_every_range_of_scales_takes_the_way_of_the_reference(name: str, dtype: torch.dtype, factor: float) -> None:
+    """The kernels have a short way for middling scales and a long one for the rest."""
+    codec = codec_by_name(name)
+    source = (activations(640, torch.float32, special=0.02) * factor).to(dtype)
+    expected = reference_encode(codec, source)
+
+    encoded = kernel_encode(codec, source)
+    decoded, _ = kernel_decode(codec, expected, 640, dtype)
+
+    assert np.array_equal(encoded.head[:640], expected.head[:640])
+    assert same_bits(decoded, reference_decode(codec, expected, 640, dtype))

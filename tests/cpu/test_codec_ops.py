@@ -1,0 +1,159 @@
+"""The codec operators on CPU: round trips of raw storages, copy timing and poison, fakes, changing one's mind."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxhome.cuda_kernels import codec_by_name
+from fxhome.runtime import codec_ops, codec_sites, ops
+from fxhome.runtime.host_pool import host_pool
+from fxhome.runtime.stand_in import CopyTiming, cpu_stand_in
+
+
+@pytest.fixture(autouse=True)
+def no_sites() -> None:
+    codec_sites.clear()
+
+
+def geometry(x: torch.Tensor) -> tuple[int, list[int], list[int], int, torch.dtype]:
+    return x.untyped_storage().nbytes(), list(x.shape), list(x.stride()), int(x.storage_offset()), x.dtype
+
+
+def bits(x: torch.Tensor) -> bytes:
+    flat = torch.empty(0, dtype=torch.uint8).set_(x.untyped_storage(), 0, (x.untyped_storage().nbytes(),), (1,))
+    return flat.numpy().tobytes()
+
+
+def half_zeros(*size: int) -> torch.Tensor:
+    return torch.relu(torch.randn(*size, generator=torch.Generator().manual_seed(0)))
+
+
+SOURCES = [
+    ("bitpack", torch.rand(33, 70) > 0.5),
+    ("bitpack", (torch.rand(4, 6, 5, 3) > 0.5).to(memory_format=torch.channels_last)),
+    ("narrow16", torch.arange(60_000).reshape(200, 300).t()),
+    ("narrow8", torch.arange(256)[3:200:2]),
+]
+
+
+@pytest.mark.parametrize(("codec", "source"), SOURCES)
+def test_fixed_rate_codecs_restore_the_whole_storage(codec: str, source: torch.Tensor) -> None:
+    encoded = codec_ops.encode_op(source, source.untyped_storage().nbytes(), codec)
+    restored = codec_ops.decode_op(encoded, *geometry(source), codec)
+
+    numel = source.untyped_storage().nbytes() // source.dtype.itemsize
+    assert encoded.numel() == codec_by_name(codec).encoded_bytes(numel, source.dtype)
+    assert restored.stride() == source.stride()
+    assert bits(restored) == bits(source)
+
+
+@pytest.mark.parametrize("timing", ["earliest", "latest"])
+@pytest.mark.parametrize("codec", ["zvc", "csr", "rle", "exponent"])
+def test_variable_rate_codecs_go_to_the_host_and_back(codec: str, timing: CopyTiming) -> None:
+    source = half_zeros(64, 300).t()
+    source[0, 0] = float("nan")
+    expected, place = bits(source), geometry(source)
+    with cpu_stand_in(copy_timing=timing, poison=True):
+        host = codec_ops.swap_out_encoded_op(source, place[0], codec, 100, "site")
+        host = ops.swap_out_wait(host, source)
+        assert bits(source) == b"\xff" * place[0]
+        back = codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu"))
+        assert bits(back) == b"\xff" * place[0]
+        back = ops.swap_in_wait(back, host)
+
+    assert bits(back) == expected
+    assert back.stride() == source.stride()
+
+
+def test_a_retained_graph_reads_its_slot_twice() -> None:
+    source = half_zeros(5000)
+    place = geometry(source)
+    host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(source, place[0], "zvc", 100, "site"), source)
+    first = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+    second = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+
+    assert torch.equal(first, source)
+    assert torch.equal(second, source)
+
+
+def step(source: torch.Tensor, site: str = "site") -> torch.Tensor:
+    """Out and back once."""
+    place = geometry(source)
+    host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(source, place[0], "zvc", place[0] // 2, site), source)
+    return ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+
+
+def test_the_size_is_seen_and_reported() -> None:
+    step(half_zeros(1 << 15), codec_sites.site_name("graph", "relu"))
+
+    (report,) = codec_sites.reports("graph")
+    assert report.ratio_assumed == 2.0
+    assert report.ratio_seen == pytest.approx(1.9, abs=0.1)
+    assert report.is_encoding
+    assert codec_sites.observed_bytes("graph").keys() == {"relu"}
+    (line,) = codec_sites.notes("graph")
+    assert "ratio seen 1.8" in line or "ratio seen 1.9" in line
+    assert codec_sites.notes("other") == ()
+
+
+def test_dense_data_is_copied_plainly_from_the_next_step_on_and_tried_again_later() -> None:
+    dense, sparse = torch.ones(1 << 14), torch.zeros(1 << 14)
+    assert torch.equal(step(dense), dense)
+    (report,) = codec_sites.reports()
+    assert not report.is_encoding
+
+    for _ in range(codec_sites.RETRY_STEPS - 1):
+        assert torch.equal(step(sparse), sparse)
+    assert not codec_sites.reports()[0].is_encoding
+    assert torch.equal(step(sparse), sparse)
+
+    assert codec_sites.reports()[0].is_encoding
+    assert codec_sites.reports()[0].decisions_changed == 2
+
+
+def test_a_change_of_mind_between_the_directions_is_harmless() -> None:
+    """The slot knows what it holds: two steps may overlap."""
+    dense = torch.ones(1 << 14)
+    place = geometry(dense)
+    hosts = []
+    for _ in range(2):
+        host = codec_ops.swap_out_encoded_op(dense, place[0], "zvc", 100, "site")
+        hosts.append(ops.swap_out_wait(host, dense))
+        codec_sites.site_of("site", "zvc", place[0], 100, 0.8).is_encoding = False
+    for host in hosts:
+        back = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+        assert torch.equal(back, dense)
+
+
+def test_slots_are_large_enough_for_the_worst_case_and_come_back() -> None:
+    before = host_pool().status().in_use_bytes
+    noise = torch.randn(1 << 14)
+    restored = step(noise)
+
+    assert torch.equal(restored, noise)
+    assert host_pool().status().in_use_bytes == before
+
+
+def test_another_storage_than_planned_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="400 bytes, 1000 were planned"):
+        codec_ops.encode_op(torch.zeros(100), 1000, "int8")
+
+
+def test_fakes_have_the_real_sizes() -> None:
+    source = half_zeros(100, 130)
+    size_bytes = source.untyped_storage().nbytes()
+    encoded = codec_ops.encode_op(source, size_bytes, "int8")
+    host = codec_ops.swap_out_encoded_op(source, size_bytes, "zvc", 1, "site")
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fake = torch.empty(100, 130)
+        fake_encoded = codec_ops.encode_op(fake, size_bytes, "int8")
+        fake_host = codec_ops.swap_out_encoded_op(fake, size_bytes, "zvc", 1, "site")
+        back = codec_ops.decode_op(fake_encoded, *geometry(source), "int8")
+        here = codec_ops.swap_in_encoded_op(fake_host, *geometry(source), torch.device("cpu"))
+
+    assert fake_encoded.shape == encoded.shape
+    assert fake_host.shape == host.shape
+    assert back.shape == here.shape == source.shape
+    assert back.untyped_storage().nbytes() == here.untyped_storage().nbytes() == size_bytes

@@ -1,0 +1,325 @@
+"""Random joint graphs as numbers, and a slow, obvious model of what the simulator's kernels compute.
+
+The model executes a program like an interpreter: it keeps a set of live storage instances with what still reads them,
+adds what copies hold, and runs three clocks. It takes from the kernels only what is a decision of theirs (the order of
+the program and the places of waits and issues), never a lifetime, a byte or a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+from hypothesis import strategies as st
+
+from fxhome.passes.simulate import (
+    KEEP,
+    PLACEMENTS,
+    RECOMPUTE,
+    RECOMPUTE_EACH,
+    SWAP,
+    Link,
+    Placements,
+    Problem,
+    SimArrays,
+    SimResult,
+)
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER
+
+
+@dataclass
+class Draft:
+    """A joint graph while it is drawn."""
+
+    phase: list[int] = field(default_factory=list)
+    kind: list[int] = field(default_factory=list)
+    reads: list[list[int]] = field(default_factory=list)
+    owns: list[list[int]] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+    owner: list[int] = field(default_factory=list)
+    root: list[int] = field(default_factory=list)
+
+    def node(self, phase: int, kind: int, reads: list[int]) -> int:
+        self.phase.append(phase)
+        self.kind.append(kind)
+        self.reads.append(sorted(set(reads)))
+        self.owns.append([])
+        return len(self.phase) - 1
+
+    def storage(self, size: int, owner: int, root: int) -> int:
+        self.sizes.append(size)
+        self.owner.append(owner)
+        self.root.append(root)
+        self.owns[owner].append(len(self.sizes) - 1)
+        return len(self.sizes) - 1
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    """A forward of operators, views and operators with several results; a backward that reads it about in reverse."""
+    draft, sizes = Draft(), st.integers(1, 40)
+    inputs = [draft.node(INPUT, OWNER, []) for _ in range(draw(st.integers(1, 2)))]
+    readable = list(inputs)
+    for _ in range(draw(st.integers(2, 9))):
+        reads = draw(st.lists(st.sampled_from(readable[-5:]), min_size=1, max_size=2))
+        shape = draw(st.sampled_from(["owner", "owner", "owner", "view", "several"]))
+        if shape == "view" and draft.phase[reads[0]] == FORWARD:
+            readable.append(draft.node(FORWARD, ALIAS, reads[:1]))
+        elif shape == "several":
+            node = draft.node(FORWARD, OWNER, reads)
+            for _ in range(draw(st.integers(1, 3))):
+                item = draft.node(FORWARD, GETITEM, [node])
+                draft.storage(draw(sizes), node, item)
+                readable.append(item)
+        else:
+            node = draft.node(FORWARD, OWNER, reads)
+            draft.storage(draw(sizes), node, node)
+            readable.append(node)
+    forward = [node for node in readable if draft.phase[node] == FORWARD]
+    output = forward[-1]
+    tangent = draft.node(INPUT, OWNER, [])
+    tangent_storage = draft.storage(draw(sizes), tangent, tangent)
+    gradients, previous = [], tangent
+    for _ in range(draw(st.integers(1, 8))):
+        saved = draw(st.lists(st.sampled_from(forward + inputs), min_size=0, max_size=2))
+        node = draft.node(BACKWARD, OWNER, [previous, *saved])
+        draft.storage(draw(sizes), node, node)
+        if draw(st.booleans()):
+            gradients.append(node)
+        previous = node
+    gradients.append(previous)
+    return _problem(draft, output, tangent_storage, gradients, draw)
+
+
+def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw: st.DrawFn) -> Problem:
+    nodes, storages = len(draft.phase), len(draft.sizes)
+
+    def csr(rows: list[list[int]]) -> tuple[np.ndarray, np.ndarray]:
+        start = np.cumsum([0, *(len(row) for row in rows)]).astype(np.int32)
+        return start, np.array([x for row in rows for x in row], np.int32)
+
+    required = {output}
+    for node in range(nodes - 1, -1, -1):
+        if node in required:
+            required |= set(draft.reads[node])
+    root_storage = np.full(nodes, -1, np.int32)
+    for storage, root in enumerate(draft.root):
+        root_storage[root] = storage
+    base = output
+    while draft.kind[base] == ALIAS:
+        base = draft.reads[base][0]
+    times = [draw(st.integers(0, 50)) if phase != INPUT else 0 for phase in draft.phase]
+    size = np.array(draft.sizes, np.int64)
+    read_start, read_node = csr(draft.reads)
+    own_start, own_storage = csr(draft.owns)
+    zeros = np.zeros(storages)
+    arrays = SimArrays(
+        node_phase=np.array(draft.phase, np.int8),
+        node_kind=np.array(draft.kind, np.int8),
+        node_must_forward=np.array([n in required and draft.phase[n] == FORWARD for n in range(nodes)], np.int8),
+        node_time_us=np.array(times, np.float64),
+        node_workspace=np.array([draw(st.integers(0, 5)) if p != INPUT else 0 for p in draft.phase], np.int64),
+        read_start=read_start,
+        read_node=read_node,
+        own_start=own_start,
+        own_storage=own_storage,
+        backward_alias=np.arange(nodes, dtype=np.int32),
+        root_storage=root_storage,
+        storage_bytes=size,
+        storage_owner=np.array(draft.owner, np.int32),
+        storage_root=np.array(draft.root, np.int32),
+        storage_held=np.array([s == tangent for s in range(storages)], np.int8),
+        storage_copy_bytes=size.copy(),
+        storage_encoded_bytes=size.copy(),
+        storage_encode_us=zeros,
+        storage_decode_us=zeros.copy(),
+        storage_link_bytes=size.copy(),
+        storage_slot_bytes=size.copy(),
+        storage_staged=np.zeros(storages, np.int8),
+        forward_output=np.array([output], np.int32),
+        backward_output=np.array(gradients, np.int32),
+        tangent_storage=np.array([tangent], np.int32),
+        outside_bytes=np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9))], np.int64),
+    )
+    allowed = np.zeros((storages, PLACEMENTS), bool)
+    allowed[:, KEEP] = True
+    for storage, owner in enumerate(draft.owner):
+        if draft.phase[owner] == FORWARD and draft.root[storage] != base:
+            allowed[storage, [SWAP, RECOMPUTE, RECOMPUTE_EACH]] = True
+    rates = st.sampled_from([0.0, 0.5, 2.0, 10.0])
+    link = Link(draw(rates), draw(rates), draw(st.sampled_from([1.0, 1.5, 2.0])), draw(st.sampled_from([0.0, 3.0])))
+    return Problem(arrays, link, allowed, np.full(storages, -1, np.int32), (("", ""),) * storages)
+
+
+@st.composite
+def placements(draw: st.DrawFn, problem: Problem) -> Placements:
+    """Any allowed placement."""
+    return np.array([draw(st.sampled_from(np.flatnonzero(row).tolist())) for row in problem.allowed], np.int8)
+
+
+class Model:
+    """One program executed instruction by instruction."""
+
+    def __init__(self, problem: Problem, placement: Placements, result: SimResult) -> None:
+        self.g, self.placement, self.result = problem.arrays, placement, result
+        self.link = problem.link
+        self.total, self.end = len(result.program), result.forward_length
+
+    def sources(self, node: int) -> list[int]:
+        return self.g.read_node[self.g.read_start[node] : self.g.read_start[node + 1]].tolist()
+
+    def behind(self, node: int) -> int:
+        """The node whose storage a view shows."""
+        while self.g.node_kind[node] == ALIAS:
+            node = self.sources(node)[0]
+        return node
+
+    def swapped(self, storage: int) -> bool:
+        return bool(storage >= 0 and self.result.saved[storage] and self.placement[storage] == SWAP)
+
+    def lifetimes(self) -> list[tuple[int, int, int]]:
+        """(storage, first position, last position) of every instance, copies to the host left out."""
+        g = self.g
+        current: dict[int, list[int]] = {}  # node -> indices of the instances it now stands for
+        spans: list[list[int]] = []
+        program = self.result.program.tolist()
+
+        def new(storage: int, position: int) -> int:
+            spans.append([storage, position, position])
+            return len(spans) - 1
+
+        def use(node: int, position: int) -> None:
+            for instance in current.get(node, []):
+                spans[instance][2] = max(spans[instance][2], position)
+
+        for position, node in enumerate(program):
+            if position == self.end:
+                for output in g.forward_output.tolist():
+                    use(output, self.total)
+                # Into the backward go what is saved and the inputs; a swapped tensor comes back as another instance.
+                survivors = {n for n in current if g.root_storage[n] >= 0 and self.result.saved[g.root_storage[n]]}
+                current = {n: current[n] for n in survivors if not self.swapped(int(g.root_storage[n]))}
+                for s in g.tangent_storage.tolist():
+                    instance = new(s, position)
+                    spans[instance][2] = self.total if g.storage_held[s] else position
+                    current[int(g.storage_owner[s])] = [instance]
+            for source in self.sources(node):
+                assert source in current or g.node_phase[source] == INPUT or self.swapped(int(g.root_storage[source])), (
+                    f"instruction {position} reads node {source}, which is not there"
+                )
+                use(source, position)
+            kind = g.node_kind[node]
+            owned = g.own_storage[g.own_start[node] : g.own_start[node + 1]].tolist()
+            if kind == OWNER:
+                made = {s: new(s, position) for s in owned}
+                current[node] = [made[s] for s in owned if g.storage_root[s] == node]
+                for s in owned:
+                    if g.storage_root[s] != node:
+                        current[-1 - s] = [made[s]]  # for the getitem that will bind it
+            elif kind == GETITEM:
+                storage = int(g.root_storage[node])
+                current[node] = current.get(-1 - storage, [])
+                use(node, position)
+            else:
+                current[node] = list(current.get(self.sources(node)[0], []))
+        for gradient in g.backward_output.tolist():
+            use(gradient, self.total)
+        return [(s, begin, end) for s, begin, end in spans]
+
+    def curve(self) -> list[int]:
+        """Bytes alive at each position, the end of the step last."""
+        g, result = self.g, self.result
+        bytes_at = [0] * (self.total + 1)
+
+        def add(size: int, begin: int, end: int) -> None:
+            for position in range(begin, min(end, self.total) + 1):
+                bytes_at[position] += size
+
+        for storage, begin, end in self.lifetimes():
+            size = int(g.storage_bytes[storage])
+            if begin < self.end and self.swapped(storage):
+                end = max(end, int(result.wait_out[storage]) - 1)
+            add(size, begin, end)
+        for storage in range(len(g.storage_bytes)):
+            if self.swapped(storage):
+                readers = [p for p in range(self.end, self.total) if self.reads_storage(int(result.program[p]), storage)]
+                add(int(g.storage_bytes[storage]), int(result.issue_in[storage]), self.last_use(storage, readers))
+        for position, node in enumerate(result.program.tolist()):
+            bytes_at[position] += int(g.node_workspace[node])
+            if position >= self.end:
+                bytes_at[position] += int(g.outside_bytes[0])
+        if self.end < self.total:
+            bytes_at[self.end] += int(g.outside_bytes[1])
+        return bytes_at
+
+    def reads_storage(self, node: int, storage: int) -> bool:
+        return int(self.g.storage_root[storage]) in self.sources(node)
+
+    def last_use(self, storage: int, direct: list[int]) -> int:
+        """The last reader of what came back, views of it included."""
+        last = max(direct)
+        showing = {int(self.g.storage_root[storage])}
+        for position in range(self.end, self.total):
+            node = int(self.result.program[position])
+            reads = set(self.sources(node)) & showing
+            if reads:
+                last = max(last, position)
+            if self.g.node_kind[node] == ALIAS:
+                (showing.add if reads else showing.discard)(node)
+            elif node in showing and node != int(self.g.storage_root[storage]):
+                showing.discard(node)
+        return last
+
+    def step_us(self) -> float:
+        """Three clocks in small steps: compute waits for copies, copies of one direction run one after the other."""
+        g, result, link = self.g, self.result, self.link
+        queues: tuple[list[list[float]], list[list[float]]] = ([], [])  # [work left, end]
+        clock = [0.0]
+
+        def run_to(until: float, goal: list[float] | None = None) -> None:
+            while clock[0] < until:
+                heads = [next((copy for copy in queue if copy[0] > 0), None) for queue in queues]
+                if heads == [None, None] or (goal is not None and goal[0] <= 0):
+                    break
+                factor = link.duplex_slowdown if None not in heads else 1.0
+                step = min([until - clock[0], *(copy[0] * factor for copy in heads if copy is not None)])
+                clock[0] += step
+                for copy in heads:
+                    if copy is not None:
+                        copy[0] -= step / factor
+                        if copy[0] <= 1e-9:
+                            copy[0], copy[1] = 0.0, clock[0]
+            if until != np.inf:
+                clock[0] = max(clock[0], until)
+
+        def start(direction: int, size: int, now: float) -> list[float]:
+            run_to(now)
+            rate = link.h2d_us_per_byte if direction else link.d2h_us_per_byte
+            copy = [link.latency_us + size * rate, now]
+            queues[direction].append(copy)
+            return copy
+
+        moved = [s for s in range(len(g.storage_bytes)) if self.swapped(s)]
+        out: dict[int, list[float]] = {}
+        into: dict[int, list[float]] = {}
+        now = 0.0
+        for position in range(self.total + 1):
+            for s in moved:
+                if result.wait_out[s] == position:
+                    run_to(np.inf, out[s])
+                    now = max(now, out[s][1])
+            if position == self.total:
+                break
+            for s in moved:
+                if result.issue_in[s] == position:
+                    into[s] = start(1, int(g.storage_copy_bytes[s]), now)
+            for s in moved:
+                if result.first_backward[s] == position:
+                    run_to(np.inf, into[s])
+                    now = max(now, into[s][1])
+            node = int(result.program[position])
+            now += float(g.node_time_us[node])
+            s = int(g.root_storage[node])
+            if position < self.end and self.swapped(s) and result.produced[s] == position:
+                out[s] = start(0, int(g.storage_copy_bytes[s]), now)
+        return now
