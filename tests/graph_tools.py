@@ -36,7 +36,9 @@ def joint_graph(function: Callable[..., Any], *args: Any, dynamic: bool | None =
         raise AssertionError("a graph without a backward was traced")
 
     torch._dynamo.reset()
-    compiler = aot_autograd(fw_compiler=never, bw_compiler=never, partition_fn=partition, keep_inference_input_mutations=True)
+    compiler = aot_autograd(
+        fw_compiler=never, bw_compiler=never, partition_fn=partition, keep_inference_input_mutations=True
+    )
     try:
         torch.compile(function, backend=compiler, dynamic=dynamic)(*args)
     except _TracedError:
@@ -57,7 +59,9 @@ def unit_costs(facts: GraphFacts, time_us: float = 10.0) -> Costs:
     return Costs((time_us,) * nodes, (0,) * nodes, (False,) * nodes)
 
 
-def problem_of(module: GraphModule, outputs: int, allow: tuple[str, ...] = ("swap", "recompute")) -> tuple[GraphFacts, Problem]:
+def problem_of(
+    module: GraphModule, outputs: int, allow: tuple[str, ...] = ("swap", "recompute")
+) -> tuple[GraphFacts, Problem]:
     """Facts and problem of a normalized joint graph, at unit costs."""
     facts = extract_facts(module, outputs)
     return facts, build_problem(facts, unit_costs(facts), LINK, allow)

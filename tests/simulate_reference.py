@@ -204,9 +204,9 @@ class Model:
                     spans[instance][2] = self.total if g.storage_held[s] else position
                     current[int(g.storage_owner[s])] = [instance]
             for source in self.sources(node):
-                assert source in current or g.node_phase[source] == INPUT or self.swapped(int(g.root_storage[source])), (
-                    f"instruction {position} reads node {source}, which is not there"
-                )
+                assert (
+                    source in current or g.node_phase[source] == INPUT or self.swapped(int(g.root_storage[source]))
+                ), f"instruction {position} reads node {source}, which is not there"
                 use(source, position)
             kind = g.node_kind[node]
             owned = g.own_storage[g.own_start[node] : g.own_start[node + 1]].tolist()
@@ -242,7 +242,9 @@ class Model:
             add(size, begin, end)
         for storage in range(len(g.storage_bytes)):
             if self.swapped(storage):
-                readers = [p for p in range(self.end, self.total) if self.reads_storage(int(result.program[p]), storage)]
+                readers = [
+                    p for p in range(self.end, self.total) if self.reads_storage(int(result.program[p]), storage)
+                ]
                 add(int(g.storage_bytes[storage]), int(result.issue_in[storage]), self.last_use(storage, readers))
         for position, node in enumerate(result.program.tolist()):
             bytes_at[position] += int(g.node_workspace[node])

@@ -44,7 +44,9 @@ def test_symbolic_sizes_become_numbers() -> None:
         if node.op != "call_function":
             continue
         assert not isinstance(node.meta["val"], torch.SymInt | torch.SymFloat)
-        numbers = [leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)]
+        numbers = [
+            leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)
+        ]
         assert not [leaf for leaf in numbers if isinstance(leaf, torch.SymInt | torch.SymFloat)]
 
 

@@ -76,7 +76,9 @@ def test_attention_is_random_only_with_dropout(dropout: float, refused: bool) ->
 
     module, _ = normalized(step, torch.randn(1, 2, 16, 8, requires_grad=True))
     refusals = [
-        recompute_refusal(node) for node in module.graph.nodes if node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
+        recompute_refusal(node)
+        for node in module.graph.nodes
+        if node.op == "call_function" and node.meta.get("partitioner_tag") == "is_forward"
     ]
     assert any(refusal is not None for refusal in refusals) == refused
 

@@ -57,7 +57,9 @@ def measured(forward: Any, backward: Any, outputs: int, inputs: list[torch.Tenso
 @pytest.mark.parametrize("budget", [0, EVERYTHING], ids=["tight", "roomy"])
 @pytest.mark.parametrize("code", CODES)
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_simulated_read_and_measured_peaks_agree_to_the_byte(function: Callable[..., Any], code: int, budget: int) -> None:
+def test_simulated_read_and_measured_peaks_agree_to_the_byte(
+    function: Callable[..., Any], code: int, budget: int
+) -> None:
     x, weight = chain_inputs()
     module, outputs = normalized(function, x, weight)
     facts, problem = problem_of(module, outputs)

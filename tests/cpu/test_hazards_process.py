@@ -192,7 +192,10 @@ def test_suppressed_errors_do_not_suppress_a_refusal() -> None:
 def test_suppressed_errors_do_not_suppress_a_wrong_option() -> None:
     fresh()
     step = compile_step(step_of(Net()), {"memory_bugdet": "1GiB"})
-    with torch._dynamo.config.patch(suppress_errors=True), pytest.raises(ValueError, match="did you mean 'memory_budget'"):
+    with (
+        torch._dynamo.config.patch(suppress_errors=True),
+        pytest.raises(ValueError, match="did you mean 'memory_budget'"),
+    ):
         step(batch())
 
 

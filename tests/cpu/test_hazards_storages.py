@@ -115,7 +115,14 @@ class NotTensors(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
 
     def forward(
-        self, x: torch.Tensor, rows: torch.Tensor, scale: float, power: int, flag: bool, extra: dict[str, Any], none: None
+        self,
+        x: torch.Tensor,
+        rows: torch.Tensor,
+        scale: float,
+        power: int,
+        flag: bool,
+        extra: dict[str, Any],
+        none: None,
     ) -> torch.Tensor:
         assert none is None
         for layer in self.layers:

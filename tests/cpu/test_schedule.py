@@ -42,7 +42,9 @@ def test_each_swap_is_out_waited_in_waited_in_this_order(example: object, budget
     assert moved
     end = [item.kind for item in program].index("forward_end")
     for name in moved:
-        places = {item.kind: i for i, item in enumerate(program) if item.target == name and item.kind.startswith("swap")}
+        places = {
+            item.kind: i for i, item in enumerate(program) if item.target == name and item.kind.startswith("swap")
+        }
         assert places["swap_out"] < places["swap_out_wait"] < places["swap_in"] < places["swap_in_wait"]
         assert places["swap_out"] < end < places["swap_in"]
         assert program[places["swap_out"] - 1].kind in ("op", "swap_out")

@@ -42,7 +42,13 @@ def test_program_is_complete_and_transfers_are_in_order(problem: Problem, budget
     assert sorted(set(forward)) == forward
     assert {int(n) for n in np.flatnonzero(g.node_must_forward)} <= set(forward)
     for s in np.flatnonzero((placement == SWAP) & (result.saved == 1)):
-        assert result.produced[s] < result.wait_out[s] <= result.issue_in[s] <= result.first_backward[s] <= result.last_backward[s]
+        assert (
+            result.produced[s]
+            < result.wait_out[s]
+            <= result.issue_in[s]
+            <= result.first_backward[s]
+            <= result.last_backward[s]
+        )
         assert result.wait_out[s] > result.last_forward[s]
     for s in np.flatnonzero(result.saved):
         assert placement[s] in (KEEP, SWAP)
@@ -85,7 +91,9 @@ def test_a_faster_device_is_never_slower_and_memory_does_not_depend_on_time_alon
 
 @many
 @given(problems(), st.data())
-def test_a_tighter_budget_never_saves_time_or_costs_memory_when_only_swapping(problem: Problem, data: st.DataObject) -> None:
+def test_a_tighter_budget_never_saves_time_or_costs_memory_when_only_swapping(
+    problem: Problem, data: st.DataObject
+) -> None:
     """The smaller of two budgets waits for copies earlier and fetches later: not more memory, not a faster step."""
     placement = np.where(problem.allowed[:, SWAP], SWAP, problem.keep_all()).astype(np.int8)
     tight, roomy = simulate(problem, placement, 0), simulate(problem, placement, EVERYTHING)

@@ -26,8 +26,9 @@ pytestmark = [
 class Blocks(nn.Module):
     """Pre-norm attention and MLP blocks with a loss."""
 
-    def __init__(self, width: int, count: int, dropout: float = 0.0) -> None:
+    def __init__(self, width: int, count: int, dropout: float = 0.0, attention: bool = True) -> None:
         super().__init__()
+        self.attention = attention
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(count))
         self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(count))
         self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(count))
@@ -39,7 +40,11 @@ class Blocks(nn.Module):
         for norm, qkv, up, down in zip(self.norms, self.qkv, self.up, self.down, strict=True):
             h = norm(x)
             q, k, v = qkv(h).view(*h.shape[:2], 3, 8, -1).permute(2, 0, 3, 1, 4)
-            x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+            if self.attention:
+                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            else:
+                mixed = torch.sigmoid(q) * torch.tanh(k) + v
+            x = x + mixed.transpose(1, 2).reshape(x.shape)
             x = x + down(F.dropout(F.gelu(up(x)), self.dropout))
         return x.float().square().mean()
 
@@ -82,7 +87,8 @@ def run(
 @pytest.mark.parametrize("allow", [["swap"], ["recompute"], ["swap", "recompute"]])
 def test_aot_eager_is_bitwise_right_inside_its_budget(allow: list[str]) -> None:
     torch.manual_seed(0)
-    model, x = Blocks(512, 6, dropout=0.1).cuda(), torch.randn(8, 512, 512, device="cuda")
+    # The backward of CUDA's attention adds up in no fixed order: two stock runs differ. Everything else must be equal.
+    model, x = Blocks(512, 6, dropout=0.1, attention=False).cuda(), torch.randn(8, 512, 512, device="cuda")
     loss, gradients, stock_peak = run(model, x, backend="aot_eager")
 
     options = {"memory_budget": int(stock_peak * 0.7), "inner": "aot_eager", "allow": allow, "verify": True}
