@@ -120,7 +120,11 @@ class UNet(nn.Module):
         self.down = nn.ModuleList()
         inside = width
         for size in sizes:
-            self.down.append(nn.ModuleList([ResidualBlock(inside, size, time), ResidualBlock(size, size, time), nn.Conv2d(size, size, 3, 2, 1)]))
+            self.down.append(
+                nn.ModuleList(
+                    [ResidualBlock(inside, size, time), ResidualBlock(size, size, time), nn.Conv2d(size, size, 3, 2, 1)]
+                )
+            )
             inside = size
         self.middle1, self.middle2 = ResidualBlock(inside, inside, time), ResidualBlock(inside, inside, time)
         self.attention = nn.MultiheadAttention(inside, 8, batch_first=True)
@@ -212,13 +216,32 @@ def _unet(width: int, pixels: int) -> Callable[[int, torch.device], Built]:
     return build
 
 
-_LLAMA = {"hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 4}
-_SMALL_LLAMA = {"hidden_size": 128, "intermediate_size": 352, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 512}
+_LLAMA = {
+    "hidden_size": 2048,
+    "intermediate_size": 5632,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 4,
+}
+_SMALL_LLAMA = {
+    "hidden_size": 128,
+    "intermediate_size": 352,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 512,
+}
 _ALL = (
     Workload("transformer", _decoder(4096, 12, 32, 32000, 2048), {"cuda": 8, "cpu": 1}),
     Workload("llama", _language("Llama", 2048, vocab_size=32000, **_LLAMA), {"cuda": 8, "cpu": 1}),
-    Workload("gpt2_xl", _language("GPT2", 1024, n_embd=1600, n_layer=48, n_head=25, n_positions=1024), {"cuda": 4, "cpu": 1}),
-    Workload("gpt2_small_width", _language("GPT2", 128, n_embd=128, n_layer=4, n_head=4, n_positions=128, vocab_size=512), {"cuda": 64, "cpu": 16}),
+    Workload(
+        "gpt2_xl", _language("GPT2", 1024, n_embd=1600, n_layer=48, n_head=25, n_positions=1024), {"cuda": 4, "cpu": 1}
+    ),
+    Workload(
+        "gpt2_small_width",
+        _language("GPT2", 128, n_embd=128, n_layer=4, n_head=4, n_positions=128, vocab_size=512),
+        {"cuda": 64, "cpu": 16},
+    ),
     Workload("llama_small_width", _language("Llama", 128, **_SMALL_LLAMA), {"cuda": 64, "cpu": 16}),
     Workload("unet", _unet(128, 64), {"cuda": 64, "cpu": 1}),
     Workload("vit_b_16", _image("vit_b_16", 224), {"cuda": 128, "cpu": 16}),

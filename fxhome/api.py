@@ -1,8 +1,8 @@
 """The one-shot and the offline front door: `optimize`, `plan`, `plans`.
 
-    fast = fxhome.optimize(model, example_args, memory_budget="20GiB")    traced, planned, metered; a drop-in module
-    plan = fxhome.plan(model, example_args, memory_budget="20GiB", device=profile)    nothing is executed
-    fxhome.plans()                                                       the plans alive in this process
+fast = fxhome.optimize(model, example_args, memory_budget="20GiB")    traced, planned, metered; a drop-in module
+plan = fxhome.plan(model, example_args, memory_budget="20GiB", device=profile)    nothing is executed
+fxhome.plans()                                                       the plans alive in this process
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Optimized(nn.Module):
         plans = self.all_plans
         if not plans:
             raise UnsupportedGraphError(
-                "optimize: no training graph was compiled, so there is no plan; the model must have a trainable parameter "
+                "optimize: no training graph was compiled, so there is no plan; the model must have a trainable "
+                "parameter "
                 "and must not be traced under torch.no_grad()"
             )
         return plans[0]
@@ -71,10 +72,13 @@ class Optimized(nn.Module):
         render(self.all_plans, console if console is not None else Console())
 
 
-def optimize(model: nn.Module, example_args: Sequence[Any], memory_budget: object = None, **options: object) -> Optimized:
+def optimize(
+    model: nn.Module, example_args: Sequence[Any], memory_budget: object = None, **options: object
+) -> Optimized:
     """Plan `model` for `memory_budget` and run one metered forward and backward on `example_args`.
 
-    Args: example_args: positional inputs, real tensors on the model's device. memory_budget: bytes (int, "8GiB") or a share
+    Args: example_args: positional inputs, real tensors on the model's device. memory_budget: bytes (int, "8GiB") or a
+    share
     ("60%", 0.6) of the peak without fxhome; absent: all the device has free. options: every field of `Options`.
 
     The metered step leaves gradients, buffers and random state as they were. Raises OptionError, InfeasibleBudgetError
@@ -82,7 +86,8 @@ def optimize(model: nn.Module, example_args: Sequence[Any], memory_budget: objec
     """
     if isinstance(example_args, torch.Tensor) or not isinstance(example_args, tuple | list):
         raise OptionError(
-            f"example_args is a {type(example_args).__name__}; give a tuple of the model's positional inputs, for example (x,)"
+            f"example_args is a {type(example_args).__name__}; give a tuple of the model's positional inputs, for "
+            "example (x,)"
         )
     parsed = Options.from_mapping({"memory_budget": memory_budget, **options})
     fast = Optimized(model, parsed)
@@ -109,7 +114,8 @@ def plan(
 ) -> Plan:
     """Plan `model` without running it: no weights needed (a model on the meta device will do), nothing timed.
 
-    Args: device: a DeviceProfile, the path of a saved one, "cpu" or "cuda" (this machine's); absent: where the model is.
+    Args: device: a DeviceProfile, the path of a saved one, "cpu" or "cuda" (this machine's); absent: where the model
+    is.
     The plan is an estimate (`plan.estimated`): costs come from the profile's rates. Raises as `optimize` does.
     """
     parsed = Options.from_mapping({"memory_budget": memory_budget, **options})

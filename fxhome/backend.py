@@ -99,13 +99,14 @@ def managed(
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                return compile_inductor(gm, inputs, plan_step, situation, options)
+                return compile_inductor(gm, inputs, plan_step, situation)
             from fxhome.inner_eager import compile_eager
 
             return compile_eager(gm, inputs, plan_step, situation, graph)
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))
+    graph.ends_in_graph_break = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
     graph.prepare()
     inputs[:] = _as_recorded(gm, inputs)
     return graph
@@ -128,7 +129,9 @@ def _device_of(example_inputs: Sequence[Any]) -> torch.device:
         )
     other = sorted({device.type for device in devices} - {"cuda", "cpu"})
     if other:
-        raise DeviceError(f"fxhome: tensors on {', '.join(other)}; only cuda and cpu are supported. Move the model first")
+        raise DeviceError(
+            f"fxhome: tensors on {', '.join(other)}; only cuda and cpu are supported. Move the model first"
+        )
     return cuda[0] if cuda else torch.device("cpu")
 
 
@@ -143,12 +146,20 @@ def _stored_plans(options: Options) -> tuple[Plan, ...]:
 def _notes(mode: str | None, inner: str) -> list[str]:
     notes = []
     if mode is not None:
-        notes.append(f"mode={mode!r} is not applied: host copies make CUDA graphs impossible, and fxhome keeps Inductor's stock settings")
+        notes.append(
+            f"mode={mode!r} is not applied: host copies make CUDA graphs impossible, and fxhome keeps Inductor's "
+            "stock settings"
+        )
         log.warning("fxhome: %s", notes[-1])
     ddp = torch.nn.parallel.DistributedDataParallel
-    if torch.distributed.is_available() and ddp._get_active_ddp_module() is not None and torch._dynamo.config.optimize_ddp:
+    if (
+        torch.distributed.is_available()
+        and ddp._get_active_ddp_module() is not None
+        and torch._dynamo.config.optimize_ddp
+    ):
         notes.append(
-            "DistributedDataParallel's optimizer splits the model into one graph per bucket, each planned by itself under "
+            "DistributedDataParallel's optimizer splits the model into one graph per bucket, each planned by "
+            "itself under "
             "the one budget; torch._dynamo.config.optimize_ddp = False gives one graph and a better plan"
         )
         log.warning("fxhome: %s", notes[-1])
@@ -168,4 +179,7 @@ def _fail_at_recompile_limit() -> None:
     """At its recompile limit Dynamo would run the model eagerly, without any budget: make it raise instead."""
     if not torch._dynamo.config.fail_on_recompile_limit_hit:
         torch._dynamo.config.fail_on_recompile_limit_hit = True
-        log.info("fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore the budget)")
+        log.info(
+            "fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore "
+            "the budget)"
+        )

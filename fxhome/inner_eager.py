@@ -14,7 +14,11 @@ from fxhome.passes.torch_compat import boxed_callable, donate_nothing
 
 
 def compile_eager(
-    gm: GraphModule, example_inputs: Sequence[Any], plan_step: Callable[..., Planned], situation: Situation, graph: ManagedGraph
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan_step: Callable[..., Planned],
+    situation: Situation,
+    graph: ManagedGraph,
 ) -> Variant:
     """Trace `gm` with AOTAutograd, plan it in its partition, and run both halves under the graph's meter."""
     from torch._dynamo.backends.common import aot_autograd

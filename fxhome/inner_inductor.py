@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +20,8 @@ from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
+from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
-from fxhome.options import Options
 from fxhome.passes.inductor_check import ScheduleCheck
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_graph
@@ -39,38 +39,76 @@ class _DecidedError(BaseException):
 
 
 def compile_inductor(
-    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation, options: Options
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
 ) -> Variant:
     """Plan, lower and check one Dynamo graph. Raises what planning raises."""
     for attempt in range(MAX_REPLANS + 1):
         planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
-        check = ScheduleCheck(planned.plan.program if not planned.is_baseline else (), planned.workspace_by_node)
-        call = _lower(gm, example_inputs, planned, check, _patches(planned, options))
-        predicted = _checked_peak(planned, check, situation)
-        log.debug("lowered forward: %s; backward: %s", check.forward, check.backward)
-        if predicted is None:
-            return Variant(call, situation, planned, planned.plan)
+        call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
         if over <= 0 or planned.is_best_effort:
             return Variant(call, situation, planned, planned.plan)
         log.warning(
-            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with that margin",
+            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with "
+            "that margin",
             format_bytes(predicted),
             format_bytes(over),
         )
         if attempt < MAX_REPLANS:
-            situation = with_lowering(situation, situation.lowering_bytes + over if missed <= 0 else missed + over // 8)
+            more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
+            situation = with_lowering(situation, more)
+    assert planned is not None
     raise planned.refuse(predicted)
 
 
-def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> Planned | None:
+def _lower_and_check(
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation
+) -> tuple[Callable[..., Any], int]:
+    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
+    anew.
+    """
+    fingerprint = planned.plan.fingerprint()
+    check = _check_for(planned, situation)
+    call = _lower(gm, example_inputs, planned, check, _patches(planned))
+    predicted = _checked_peak(planned, check, situation)
+    if predicted is None:
+        above = recall(fingerprint, planned.is_baseline)
+        if above is not None:
+            return call, planned.plan.resident_bytes + above
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            call = _lower(gm, example_inputs, planned, check, _patches(planned))
+        predicted = _checked_peak(planned, check, situation)
+        assert predicted is not None, "without a cache the scheduler runs"
+    remember(fingerprint, planned.is_baseline, predicted - planned.plan.resident_bytes)
+    log.debug(
+        "model peak %d; lowered forward: %s; backward: %s",
+        planned.plan.predicted_peak_bytes,
+        check.forward,
+        check.backward,
+    )
+    return call, predicted
+
+
+def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
+    if planned.is_baseline:
+        return ScheduleCheck((), planned.workspace_by_node)
+    room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
+    behind = planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+    return ScheduleCheck(planned.plan.program, planned.workspace_by_node, room, room - behind)
+
+
+def _plan_only(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
+) -> Planned | None:
     found: list[Planned] = []
 
-    def decide(joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None) -> tuple[GraphModule, GraphModule]:
+    def decide(
+        joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None
+    ) -> tuple[GraphModule, GraphModule]:
         found.append(plan_step(joint, inputs, num_fwd_outputs, situation, static))
         raise _DecidedError
 
@@ -78,22 +116,31 @@ def _plan_only(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanSt
         raise _DecidedError
 
     with contextlib.suppress(_DecidedError):
-        _compile_fx(gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never)
+        _compile_fx(
+            gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never
+        )
     return found[0] if found else None
 
 
 def _lower(
-    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned | None, check: ScheduleCheck | None, patches: dict[str, Any]
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    planned: Planned | None,
+    check: ScheduleCheck | None,
+    patches: dict[str, Any],
 ) -> Callable[..., Any]:
     if planned is not None and not planned.is_baseline:
 
-        def follow(joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None) -> tuple[GraphModule, GraphModule]:
+        def follow(
+            joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None
+        ) -> tuple[GraphModule, GraphModule]:
             return rewrite(joint, planned.plan.program, num_fwd_outputs)
 
         patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
     if check is not None:
         patches = patches | {"_post_fusion_custom_pass": check}
-    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then forbid
+    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then
+    # forbid
     # backward(retain_graph=True).
     planned_here = planned is not None and not planned.is_baseline
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
@@ -101,33 +148,41 @@ def _lower(
             return _compile_fx(gm, example_inputs, patches)
 
 
-def _compile_fx(gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any) -> Callable[..., Any]:
+def _compile_fx(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any
+) -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
     own = fx.GraphModule(gm, copy_graph(gm.graph))
     own.meta = dict(gm.meta)
     with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Callable[..., Any] = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
-    return compiled
+        compiled: Any = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
+    result: Callable[..., Any] = compiled
+    return result
 
 
-def _patches(planned: Planned, options: Options) -> dict[str, Any]:
+def _patches(planned: Planned) -> dict[str, Any]:
     if planned.is_baseline:
         return {}
     moves = any(item.kind.startswith("swap") for item in planned.plan.program)
     # Inductor may order compute for its own peak, but copies stand where the plan wants them.
-    return {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+    pinned = {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+    # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
+    # serves as well.
+    return pinned | {"allow_buffer_reuse": False}
 
 
-class _Partitioner(CustomPartitionerFn):  # type: ignore[misc]
+class _Partitioner(CustomPartitionerFn):
     """Hands the joint graph to `function`; in Inductor's cache keys it stands for the plan."""
 
     def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]], identity: str) -> None:
         self.function = function
         self.identity = identity
 
-    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> tuple[GraphModule, GraphModule]:
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
         return self.function(gm, joint_inputs, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
 
     def uuid(self) -> str:
@@ -146,10 +201,3 @@ def _checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) 
     backward = check.backward.peak_bytes + planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
     between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
     return resident + max(forward, backward, between)
-
-
-@contextlib.contextmanager
-def no_caches() -> Iterator[None]:
-    """Compile without Inductor's graph cache, for measurements that must see the scheduler."""
-    with torch._inductor.config.patch(fx_graph_cache=False):
-        yield

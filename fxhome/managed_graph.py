@@ -3,7 +3,8 @@
     entry of a forward:  what is resident?  -> a variant whose promise still holds, or a new one planned for it
     first step of a variant: metered        -> asked / predicted / measured; a broken promise is planned again, once
 
-A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started with.
+A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started
+with.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.errors import FxhomeError
+from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.placement import Plan
@@ -31,8 +32,10 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
 
-# On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is enough.
+# On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is
+# enough.
 CPU_SCAN_EVERY = 16
+RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
 
 
@@ -51,7 +54,9 @@ class Variant:
         if self.plan is None:
             return True
         grown = resident_bytes - self.plan.resident_bytes
-        return grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
+        return (
+            grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
+        )
 
 
 class Session:
@@ -81,7 +86,9 @@ Compile = Callable[["ManagedGraph", Situation, Plan | None], Variant]
 class ManagedGraph:
     """The callable that torch.compile gets. `compile_variant` runs AOTAutograd and the inner compiler once."""
 
-    def __init__(self, module: GraphModule, options: Options, device: torch.device, compile_variant: Compile, replay: Plan | None) -> None:
+    def __init__(
+        self, module: GraphModule, options: Options, device: torch.device, compile_variant: Compile, replay: Plan | None
+    ) -> None:
         self.module = module
         self.options = options
         self.device = device
@@ -99,6 +106,10 @@ class ManagedGraph:
         self._error_bound_bytes = 0
         self._first_resident = 0
         self._replan = False
+        self.ends_in_graph_break = False
+        self._joined = self.was_joined = False
+        self._last: Session | None = None
+        self._seen_outside = 0
         self._announced: set[str] = set()
         ledger.register(self)
 
@@ -118,7 +129,11 @@ class ManagedGraph:
             self.refusal = error
 
     def _situation(self, resident_bytes: int) -> Situation:
+        if self.device.type == "cuda":
+            # Rounded, so that a second process makes the same plan and finds it in the caches.
+            resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
+            leave_room=(self.ends_in_graph_break or self.was_joined) and not self._joined,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
@@ -164,7 +179,14 @@ class ManagedGraph:
         latest = self.variants[-1]
         if self._replan:
             self._replan = False
-            return self._add_variant(resident)
+            try:
+                return self._add_variant(resident)
+            except InfeasibleBudgetError:
+                if not self._between_bytes:
+                    raise
+                # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
+                self._between_bytes, self._joined = 0, False
+                return self._add_variant(resident)
         if latest.fits(resident):
             return latest
         for variant in self.variants:
@@ -176,7 +198,8 @@ class ManagedGraph:
         grown = resident - latest.plan.resident_bytes
         self._announce(
             "grown",
-            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer state, gradients or "
+            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer "
+            "state, gradients or "
             "another forward's activations): planning again",
         )
         return self._add_variant(resident)
@@ -188,6 +211,7 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
+        ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         meter = None
         if metered:
@@ -205,7 +229,7 @@ class ManagedGraph:
         return Session(variant, resident, meter, metered)
 
     def _rebase(self, variant: Variant, resident: int) -> None:
-        """What is resident now is what the prediction starts from: tracing itself holds a little that is gone by now."""
+        """Start the prediction from what is resident now: tracing itself holds a little that is gone by now."""
         assert variant.plan is not None
         gone = variant.plan.resident_bytes - resident
         if gone > 0:
@@ -262,26 +286,57 @@ class ManagedGraph:
             return
         variant.metered = True
         if self.device.type == "cuda":
-            session.peak_bytes = torch.cuda.max_memory_allocated(self.device)
+            session.peak_bytes = max(session.forward_peak_bytes, torch.cuda.max_memory_allocated(self.device))
             session.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
         elif session.meter is not None:
             session.peak_bytes = session.meter.peak_bytes
         else:
             return
         self._learn(session)
+        ledger.note_backward_done(self)
+
+    @property
+    def is_pending(self) -> bool:
+        """Whether a forward of this graph waits for its backward."""
+        return any(node() is not None and not session.done for node, session in self._pending)
+
+    def join(self, between_bytes: int) -> None:
+        """Plan again at the next forward, knowing what the graphs between this forward and its backward need."""
+        self._joined = self.was_joined = True
+        self._between_bytes = between_bytes
+        self._replan = True
+
+    @property
+    def share(self) -> ledger.Share | None:
+        """What this graph needs of the common budget; None before its first metered step."""
+        variant = self.variants[-1] if self.variants else None
+        if variant is None or variant.planned is None or self._last is None:
+            return None
+        planned = variant.planned
+        return ledger.Share(
+            entry_bytes=self._last.entry_bytes,
+            saved_bytes=planned.boundary_bytes,
+            wanted_bytes=planned.stock_boundary_bytes,
+            least_bytes=planned.smallest_peak_bytes(),
+            outside_bytes=self._seen_outside,
+            budget_bytes=planned.plan.budget_bytes,
+        )
 
     def _learn(self, session: Session) -> None:
         """Record what the metered step showed; where the promise broke, learn what it missed and plan again, once."""
         variant = session.variant
         plan, planned = variant.plan, variant.planned
-        assert plan is not None and planned is not None
+        assert plan is not None
+        assert planned is not None
         outside = 0
         if session.backward_entry_bytes is not None:
             expected = session.entry_bytes + planned.boundary_bytes
             tangents = planned.tangent_bytes
             outside = max(0, session.backward_entry_bytes - expected - tangents)
+        self._last, self._seen_outside = session, outside
         log.debug(
-            "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak %d, boundary %d",
+            "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak "
+            "%d, boundary %d",
             session.entry_bytes,
             session.forward_peak_bytes,
             session.backward_entry_bytes,
@@ -291,7 +346,9 @@ class ManagedGraph:
             planned.boundary_bytes,
         )
         variant.plan = plan.with_measurement(
-            peak_bytes=session.peak_bytes, step_seconds=plan.measured_step_seconds, reserved_bytes=session.reserved_bytes
+            peak_bytes=session.peak_bytes,
+            step_seconds=plan.measured_step_seconds,
+            reserved_bytes=session.reserved_bytes,
         )
         session.meter = None
         if session.peak_bytes <= plan.budget_bytes or planned.is_best_effort:
@@ -303,7 +360,8 @@ class ManagedGraph:
         self._announce(
             "overrun",
             f"the measured peak {format_bytes(session.peak_bytes)} is {format_bytes(over)} over the budget of "
-            f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: planning again",
+            f"{format_bytes(plan.budget_bytes)}; {format_bytes(outside)} is held outside the compiled graph: "
+            "planning again",
         )
         # Planned at the next forward: autograd is off in here, so tracing would not see a training step.
         self._outside_bytes = max(self._outside_bytes, outside)
@@ -313,7 +371,9 @@ class ManagedGraph:
 
 def _compiled_node(outputs: Any, depth: int = 3) -> Any:
     """The autograd node of the compiled graph behind `outputs`, or None (no gradient wanted)."""
-    level = [leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None]
+    level = [
+        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
     for _ in range(depth):
         for node in level:
             if type(node).__name__ == "CompiledFunctionBackward":

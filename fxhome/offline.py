@@ -52,7 +52,13 @@ def plan_offline(model: nn.Module, example_args: tuple[Any, ...], options: Optio
         def never(*_: Any) -> Any:
             raise _PlannedError
 
-        compiler = aot_autograd(fw_compiler=never, bw_compiler=never, inference_compiler=never, partition_fn=partition, keep_inference_input_mutations=True)
+        compiler = aot_autograd(
+            fw_compiler=never,
+            bw_compiler=never,
+            inference_compiler=never,
+            partition_fn=partition,
+            keep_inference_input_mutations=True,
+        )
         try:
             compiler(gm, example_inputs)
         except FxhomeError as error:
@@ -78,7 +84,9 @@ def plan_offline(model: nn.Module, example_args: tuple[Any, ...], options: Optio
     return found[0].plan
 
 
-def _without_data(model: nn.Module, example_args: tuple[Any, ...], mode: FakeTensorMode) -> tuple[nn.Module, tuple[Any, ...]]:
+def _without_data(
+    model: nn.Module, example_args: tuple[Any, ...], mode: FakeTensorMode
+) -> tuple[nn.Module, tuple[Any, ...]]:
     """A copy of the model and its inputs as fake CPU tensors; tied weights stay tied, nothing real is copied."""
     known: dict[int, Any] = {}
 
@@ -88,7 +96,11 @@ def _without_data(model: nn.Module, example_args: tuple[Any, ...], mode: FakeTen
         if id(tensor) not in known:
             with mode, torch.no_grad():
                 blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
-            known[id(tensor)] = nn.Parameter(blank, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else blank.requires_grad_(tensor.requires_grad)
+            known[id(tensor)] = (
+                nn.Parameter(blank, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else blank.requires_grad_(tensor.requires_grad)
+            )
         result: torch.Tensor = known[id(tensor)]
         return result
 

@@ -1,6 +1,7 @@
 """What the inner backend would do by itself: its default min-cut partition, as graphs and as a placement.
 
-Both aot_eager and Inductor partition by min-cut. fxhome returns exactly these graphs where they fit the budget, measures
+Both aot_eager and Inductor partition by min-cut. fxhome returns exactly these graphs where they fit the budget,
+measures
 every share ("60%") against their peak, and starts the search from their placement.
 """
 
@@ -19,7 +20,11 @@ def copy_joint(module: GraphModule) -> GraphModule:
 
 
 def baseline_partition(
-    module: GraphModule, inputs: object, num_fwd_outputs: int, static_lifetime_input_indices: list[int] | None, compiler: str | None
+    module: GraphModule,
+    inputs: object,
+    num_fwd_outputs: int,
+    static_lifetime_input_indices: list[int] | None,
+    compiler: str | None,
 ) -> tuple[GraphModule, GraphModule]:
     """The stock partition of (a copy of) `module`."""
     from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -35,10 +40,16 @@ def baseline_partition(
     return forward, backward
 
 
-def baseline_placement(module: GraphModule, facts: GraphFacts, problem: Problem, forward: GraphModule, num_fwd_outputs: int) -> Placements:
+def baseline_placement(
+    module: GraphModule, facts: GraphFacts, problem: Problem, forward: GraphModule, num_fwd_outputs: int
+) -> Placements:
     """The min-cut's saved set in the search's terms: what it saves is kept, what it does not save is recomputed."""
     (output,) = forward.graph.find_nodes(op="output")
-    saved = {storage_key(node.meta.get("val")) for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)}
+    saved = {
+        storage_key(node.meta.get("val"))
+        for node in list(output.args[0])[num_fwd_outputs:]
+        if isinstance(node, fx.Node)
+    }
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     placement = problem.keep_all()
     for storage, root in enumerate(facts.storage_root):

@@ -63,7 +63,7 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _specialise_symbols(graph: fx.Graph) -> None:
-    """Replace every use of a symbolic number by its value: `int()` of a SymInt guards it, so no other size runs here."""
+    """Replace every symbolic number by its value: `int()` of a SymInt guards it, so no other size runs here."""
     symbolic = (torch.SymInt, torch.SymFloat, torch.SymBool)
     for node in graph.nodes:
         value = node.meta.get("val")
@@ -137,7 +137,9 @@ def _clone_overwritten_inputs(graph: fx.Graph) -> None:
 def _fake_mode_of(value: torch.Tensor) -> Any:
     mode = getattr(value, "fake_mode", None)
     if mode is None:
-        raise UnsupportedGraphError("capture: a graph input carries no fake value; trace the model through torch.compile or fxhome.optimize")
+        raise UnsupportedGraphError(
+            "capture: a graph input carries no fake value; trace the model through torch.compile or fxhome.optimize"
+        )
     return mode
 
 
@@ -153,6 +155,8 @@ def _infer_value(node: fx.Node) -> None:
     keywords = fx.node.map_arg(node.kwargs, lambda source: source.meta["val"])
     tensors = [leaf for leaf in tree_flatten((arguments, keywords))[0] if isinstance(leaf, torch.Tensor)]
     if not tensors:
-        raise UnsupportedGraphError(f"capture: node '{node.name}' ({node.target}) reads no tensor and has no recorded value")
+        raise UnsupportedGraphError(
+            f"capture: node '{node.name}' ({node.target}) reads no tensor and has no recorded value"
+        )
     with _fake_mode_of(tensors[0]):
         node.meta["val"] = node.target(*arguments, **keywords)

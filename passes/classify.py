@@ -10,10 +10,13 @@ from torch.utils.checkpoint import CheckpointPolicy
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import is_backward_seed, is_tangent, joint_outputs
 
-# Namespaces whose functional ops are deterministic functions of their inputs unless tagged otherwise. A user's own op may
+# Namespaces whose functional ops are deterministic functions of their inputs unless tagged otherwise. A user's own op
+# may
 # read or write anything that its schema does not say, so it runs once.
 _TRUSTED_NAMESPACES = frozenset({"aten", "prims", "inductor_prims", "quantized_decomposed", "torchvision"})
-_ASSERTIONS = frozenset({"aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range"})
+_ASSERTIONS = frozenset(
+    {"aten::_assert_async", "aten::_assert_scalar", "aten::_assert_tensor_metadata", "aten::sym_constrain_range"}
+)
 
 
 def split_sides(graph: fx.Graph, num_fwd_outputs: int) -> dict[fx.Node, str]:
@@ -38,7 +41,8 @@ def split_sides(graph: fx.Graph, num_fwd_outputs: int) -> dict[fx.Node, str]:
             if node in required:
                 if after:
                     raise UnsupportedGraphError(
-                        f"partition: node '{node.name}' ({node.target}) is needed by the forward but reads the backward; "
+                        f"partition: node '{node.name}' ({node.target}) is needed by the forward but reads the "
+                        "backward; "
                         "this graph cannot be split (report it together with the model)"
                     )
                 sides[node] = "forward"
@@ -118,8 +122,12 @@ def _is_silent_random(node: fx.Node) -> bool:
         return True
     for position, argument in enumerate(target._schema.arguments):
         if argument.name == "dropout_p":
-            given = node.args[position] if position < len(node.args) else node.kwargs.get("dropout_p", argument.default_value)
-            return given == 0 or given == 0.0
+            given = (
+                node.args[position]
+                if position < len(node.args)
+                else node.kwargs.get("dropout_p", argument.default_value)
+            )
+            return isinstance(given, int | float) and given == 0
     return False
 
 

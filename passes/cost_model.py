@@ -2,7 +2,8 @@
 
     node costs = measured (each distinct operator, shapes, strides, dtypes once per device; cached on disk)
                | bytes / memory bandwidth + launch      pointwise operators and small reductions
-               | max(operations / rate, bytes / bandwidth)   offline, or where the example does not fit (marked estimated)
+               | max(operations / rate, bytes / bandwidth)   offline, or where the example does not fit (marked
+               estimated)
                | nothing                                views, getitems, effects on inputs
 
 Times steer the search; they never enter the peak. Workspace does, on CUDA.
@@ -126,7 +127,11 @@ def _must_measure(node: fx.Node, kind: int, device_type: str) -> bool:
         return False
     if target.namespace not in _MEASURED_NAMESPACES or is_effectful(node) or is_pointwise(node):
         return False
-    devices = {leaf.device.type for leaf in tree_leaves([s.meta.get("val") for s in node.all_input_nodes]) if isinstance(leaf, torch.Tensor)}
+    devices = {
+        leaf.device.type
+        for leaf in tree_leaves([s.meta.get("val") for s in node.all_input_nodes])
+        if isinstance(leaf, torch.Tensor)
+    }
     return devices == {device_type} and example_bytes(node) > SMALL_OP_BYTES
 
 

@@ -1,4 +1,5 @@
-"""Facts of a joint graph, per storage: bytes, producer, readers, aliases, what may be done with it and where it came from.
+"""Facts of a joint graph, per storage: bytes, producer, readers, aliases, what may be done with it and where it came
+from.
 
     normalized joint graph -> GraphFacts (frozen)   ->   SimArrays, once the costs are known
 
@@ -19,8 +20,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import joint_outputs, mutated_input
-from fxhome.passes.fusion import virtual_nodes
 from fxhome.passes.classify import checkpoint_policy, forward_required, recompute_refusal, split_sides
+from fxhome.passes.fusion import virtual_nodes
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
 
 CUDA_ROUNDING_BYTES = 512
@@ -99,7 +100,12 @@ def allocated_bytes(size: int, device_type: str) -> int:
 
 
 def _graph_device(graph: fx.Graph) -> str:
-    kinds = {leaf.device.type for node in graph.nodes for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)}
+    kinds = {
+        leaf.device.type
+        for node in graph.nodes
+        for leaf in tree_leaves(node.meta.get("val"))
+        if isinstance(leaf, torch.Tensor)
+    }
     return "cuda" if "cuda" in kinds else "cpu"
 
 
@@ -173,7 +179,8 @@ def extract_facts(
             key = storage_key(value)
             if key is None:
                 raise UnsupportedGraphError(
-                    f"facts: node '{node.name}' ({node.target}) makes a {value.layout} tensor, whose bytes are unknown; "
+                    f"facts: node '{node.name}' ({node.target}) makes a {value.layout} tensor, whose bytes are "
+                    "unknown; "
                     "keep sparse tensors outside the compiled region"
                 )
             if key in foreign or key in owner_of:
@@ -201,7 +208,9 @@ def extract_facts(
         for node in virtual_nodes(nodes, {node for i, node in enumerate(nodes) if kinds[i] != OWNER}):
             if index[node] not in results and kinds[index[node]] == OWNER:
                 kinds[index[node]] = VIRTUAL
-    phase = [INPUT if sides[n] in ("input", "tangent") else FORWARD if sides[n] == "forward" else BACKWARD for n in nodes]
+    phase = [
+        INPUT if sides[n] in ("input", "tangent") else FORWARD if sides[n] == "forward" else BACKWARD for n in nodes
+    ]
     backward_alias = list(range(len(nodes)))
     by_name = {node.name: i for i, node in enumerate(nodes)}
     for node in nodes:
@@ -242,14 +251,19 @@ def extract_facts(
                 is_activation=activation,
                 may_recompute=activation and refusal is None and not is_output,
                 may_move=movable,
-                must_recompute=activation and refusal is None and not is_output and policy == CheckpointPolicy.MUST_RECOMPUTE,
+                must_recompute=activation
+                and refusal is None
+                and not is_output
+                and policy == CheckpointPolicy.MUST_RECOMPUTE,
                 keep_reason="; ".join(reasons),
                 module_path=module_path(owner),
                 source_line=source_line(owner),
                 dtype=facts["dtype"],
             )
         )
-    gradient_bytes = sum(s["size"] for s in storages if s["root"] >= 0 and storage_key(nodes[s["root"]].meta.get("val")) in gradient_keys)
+    gradient_bytes = sum(
+        s["size"] for s in storages if s["root"] >= 0 and storage_key(nodes[s["root"]].meta.get("val")) in gradient_keys
+    )
     return GraphFacts(
         node_names=tuple(node.name for node in nodes),
         node_phase=tuple(phase),
@@ -307,12 +321,17 @@ def source_line(node: fx.Node) -> str:
     if not lines:
         return ""
     parts = lines[-1].split(", ")
-    return f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix('line ')}" if len(parts) > 1 else parts[0]
+    return (
+        f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix('line ')}"
+        if len(parts) > 1
+        else parts[0]
+    )
 
 
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return f"{value.dtype}{tuple(int(x) for x in value.shape)}{tuple(int(x) for x in value.stride())}{value.device.type}"
+        size, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+        return f"{value.dtype}{size}{stride}{value.device.type}"
     if isinstance(value, tuple | list):
         return "(" + ",".join(_describe(leaf) for leaf in value) + ")"
     return repr(value)
@@ -322,17 +341,26 @@ def graph_fingerprint(module: fx.GraphModule, num_fwd_outputs: int) -> str:
     """Hash of what a plan refers to: every node's name, target, arguments and value. Same graph, same fingerprint."""
     digest = hashlib.sha256(str(num_fwd_outputs).encode())
     for node in module.graph.nodes:
-        digest.update(f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{_describe(node.meta.get('val'))}\n".encode())
+        digest.update(
+            f"{node.op}|{node.name}|{node.target}|{node.args}|{node.kwargs}|{_describe(node.meta.get('val'))}\n".encode()
+        )
     return digest.hexdigest()[:32]
 
 
-def _layer_groups(nodes: list[fx.Node], index: dict[fx.Node, int], storages: list[dict[str, Any]], facts: list[StorageFacts]) -> tuple[int, ...]:
+def _layer_groups(
+    nodes: list[fx.Node], index: dict[fx.Node, int], storages: list[dict[str, Any]], facts: list[StorageFacts]
+) -> tuple[int, ...]:
     """Storages whose producers look alike to a depth of several operators: the same tensor of identical layers."""
     depth = 8
     # An input is told by its value alone: its name is what differs between identical layers.
-    label = [hash(("" if node.op == "placeholder" else str(node.target), _describe(node.meta.get("val")))) for node in nodes]
+    label = [
+        hash(("" if node.op == "placeholder" else str(node.target), _describe(node.meta.get("val")))) for node in nodes
+    ]
     for _ in range(depth):
-        label = [hash((label[i], tuple(label[index[source]] for source in node.all_input_nodes))) for i, node in enumerate(nodes)]
+        label = [
+            hash((label[i], tuple(label[index[source]] for source in node.all_input_nodes)))
+            for i, node in enumerate(nodes)
+        ]
     seen: dict[tuple[int, int, int], int] = {}
     group = []
     for storage, fact in zip(storages, facts, strict=True):

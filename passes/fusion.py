@@ -1,7 +1,9 @@
 """Which results a fusing compiler never writes to memory, judged from the joint graph before anything is lowered.
 
-    relu(bn(x)) * mask  read by a sum and a multiplication     -> virtual: its readers compute it again from what is in memory
-    the same            read by a matrix product               -> written: an external kernel needs its operand in memory
+    relu(bn(x)) * mask  read by a sum and a multiplication     -> virtual: its readers compute it again from what is
+    in memory
+    the same            read by a matrix product               -> written: an external kernel needs its operand in
+    memory
 
 The rules follow Inductor's: pointwise results are inlined into pointwise and reduction readers until they read too many
 buffers; anything else is a kernel of its own. The real decision is checked after lowering; this one steers the search.
@@ -20,26 +22,72 @@ MAX_OPERATORS = 30
 
 _POINTWISE_NAMES = frozenset(
     {
-        "aten::_to_copy", "aten::clone", "aten::full", "aten::full_like", "aten::zeros_like", "aten::ones_like", "aten::scalar_tensor",
-        "aten::arange", "prims::iota", "prims::convert_element_type", "aten::constant_pad_nd", "aten::embedding", "aten::index",
-        "aten::gather", "aten::where", "inductor_prims::inductor_random", "inductor_prims::inductor_lookup_seed", "aten::empty_like",
-        "aten::tril", "aten::triu", "aten::copy", "aten::lift_fresh_copy", "aten::select_scatter", "aten::slice_scatter", "aten::rand_like", "aten::_unsafe_index", "prims::inductor_random", "prims::inductor_lookup_seed",
+        "aten::_to_copy",
+        "aten::clone",
+        "aten::full",
+        "aten::full_like",
+        "aten::zeros_like",
+        "aten::ones_like",
+        "aten::scalar_tensor",
+        "aten::arange",
+        "prims::iota",
+        "prims::convert_element_type",
+        "aten::constant_pad_nd",
+        "aten::embedding",
+        "aten::index",
+        "aten::gather",
+        "aten::where",
+        "inductor_prims::inductor_random",
+        "inductor_prims::inductor_lookup_seed",
+        "aten::empty_like",
+        "aten::tril",
+        "aten::triu",
+        "aten::copy",
+        "aten::lift_fresh_copy",
+        "aten::select_scatter",
+        "aten::slice_scatter",
+        "aten::rand_like",
+        "aten::_unsafe_index",
+        "prims::inductor_random",
+        "prims::inductor_lookup_seed",
     }
-)  # fmt: skip
+)
 _REDUCTION_NAMES = frozenset(
     {
-        "aten::sum", "aten::mean", "aten::var_mean", "aten::var", "aten::amax", "aten::amin", "aten::prod", "aten::any", "aten::all",
-        "aten::max", "aten::min", "aten::argmax", "aten::argmin", "aten::_softmax", "aten::_log_softmax", "aten::native_layer_norm",
-        "aten::native_group_norm", "prims::xor_sum",
+        "aten::sum",
+        "aten::mean",
+        "aten::var_mean",
+        "aten::var",
+        "aten::amax",
+        "aten::amin",
+        "aten::prod",
+        "aten::any",
+        "aten::all",
+        "aten::max",
+        "aten::min",
+        "aten::argmax",
+        "aten::argmin",
+        "aten::_softmax",
+        "aten::_log_softmax",
+        "aten::native_layer_norm",
+        "aten::native_group_norm",
+        "prims::xor_sum",
     }
-)  # fmt: skip
+)
 
 _LOOP_NAMES = frozenset(
     {
-        "aten::cat", "aten::index_put", "aten::_unsafe_index_put", "aten::scatter", "aten::scatter_add", "aten::embedding_dense_backward",
-        "aten::upsample_nearest2d_backward", "prims::_low_memory_max_pool_with_offsets", "prims::_low_memory_max_pool_offsets_to_indices",
+        "aten::cat",
+        "aten::index_put",
+        "aten::_unsafe_index_put",
+        "aten::scatter",
+        "aten::scatter_add",
+        "aten::embedding_dense_backward",
+        "aten::upsample_nearest2d_backward",
+        "prims::_low_memory_max_pool_with_offsets",
+        "prims::_low_memory_max_pool_offsets_to_indices",
     }
-)  # fmt: skip
+)
 
 
 def operator_name(node: fx.Node) -> str:
@@ -50,7 +98,9 @@ def operator_name(node: fx.Node) -> str:
 def is_pointwise(node: fx.Node) -> bool:
     """Whether each element of the result depends on a few elements of the inputs."""
     target = node.target
-    return isinstance(target, torch._ops.OpOverload) and (torch.Tag.pointwise in target.tags or operator_name(node) in _POINTWISE_NAMES)
+    return isinstance(target, torch._ops.OpOverload) and (
+        torch.Tag.pointwise in target.tags or operator_name(node) in _POINTWISE_NAMES
+    )
 
 
 def is_reduction(node: fx.Node) -> bool:

@@ -36,7 +36,9 @@ class GraphPeak:
         return max(self.forward_bytes, self.backward_bytes)
 
 
-def graph_peak(forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, device_type: str, planned_for: str) -> GraphPeak:
+def graph_peak(
+    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, device_type: str, planned_for: str
+) -> GraphPeak:
     """Walk both graphs; exact where each node is run as it stands and values are dropped after their last use."""
     first = _Walk(forward.graph, device_type, planned_for)
     for node in forward.graph.nodes:

@@ -1,7 +1,10 @@
-"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's buffers.
+"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's
+buffers.
 
-Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the wrong
-side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the forward
+Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the
+wrong
+side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the
+forward
 are resident and not counted, host copies are not on the device, outputs live to the end.
 """
 
@@ -10,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor import custom_graph_pass
-
 
 from fxhome.passes.facts import allocated_bytes
 from fxhome.passes.partition import INSTRUCTION
@@ -27,7 +29,9 @@ _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 @dataclass(frozen=True)
 class LoweredPeak:
-    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst moment."""
+    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst
+    moment.
+    """
 
     peak_bytes: int
     end_bytes: int
@@ -37,11 +41,20 @@ class LoweredPeak:
 
 
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
-    """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of them."""
+    """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
+    them.
+    """
 
-    def __init__(self, program: Sequence[Instruction], workspace: Mapping[str, int]) -> None:
+    def __init__(
+        self,
+        program: Sequence[Instruction],
+        workspace: Mapping[str, int],
+        forward_limit_bytes: int | None = None,
+        backward_limit_bytes: int | None = None,
+    ) -> None:
         self.has_transfers = any(item.kind.startswith("swap") for item in program)
         self.workspace = workspace
+        self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
         self.order: list[str] = []
@@ -52,6 +65,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
         if self.has_transfers:
             nodes = place_transfers(nodes)
+            limit = self.limits[1 if V.graph.is_backward else 0]
+            if limit is not None:
+                nodes = relieve(nodes, self.workspace, limit)
         peak = lowered_peak(nodes, self.workspace)
         if V.graph.is_backward:
             self.backward = peak
@@ -195,20 +211,46 @@ def _respect_dependencies(wanted: list[Any], nodes: list[Any], followers: dict[A
 
 def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
     """Walk the scheduler's buffers in order. Sizes are rounded as the allocator of their device rounds them."""
+    curve, end_bytes = _curve(nodes, workspace)
+    worst = max(range(len(curve)), key=curve.__getitem__, default=0)
+    lives = buffer_lives(nodes)
+    alive = [(name, size) for name, (size, start, stop) in lives.items() if start <= worst <= stop and size]
+    holders = tuple(sorted(alive, key=lambda item: -item[1])[:HOLDERS])
+    return LoweredPeak(curve[worst] if curve else 0, end_bytes, _label(nodes[worst]) if nodes else "", holders)
+
+
+def _curve(nodes: list[Any], workspace: Mapping[str, int]) -> tuple[list[int], int]:
+    """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""
+    total = len(nodes)
+    change = [0] * (total + 2)
+    for size, start, stop in buffer_lives(nodes).values():
+        change[start] += size
+        change[stop + 1] -= size
+    curve = []
+    running = 0
+    for step, node in enumerate(nodes):
+        running += change[step]
+        curve.append(running + max((workspace.get(origin.name, 0) for origin in _origins(node)), default=0))
+    return curve, running + change[total]
+
+
+def buffer_lives(nodes: list[Any]) -> dict[str, tuple[int, int, int]]:
+    """(bytes, first step, last step) of every device buffer under this order, inputs that the graph may free
+    included.
+    """
     from torch._inductor import memory
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
 
     graph = V.graph
-    outputs = OrderedSet(graph.get_output_names())
     memory.assign_memory_planning_info_for_scheduler_buffers(nodes, graph.scheduler.name_to_buf)
     inputs = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs.keys()))
-    timeline, _, _ = memory.compute_memory_timeline(nodes, inputs, outputs)
+    timeline, _, _ = memory.compute_memory_timeline(nodes, inputs, OrderedSet(graph.get_output_names()))
     main = "cuda" if "cuda" in graph.device_types else "cpu"
     total = len(nodes)
     step_of = {buffer.get_name(): step for step, node in enumerate(nodes) for buffer in node.get_outputs()}
-    lives: dict[str, list[int]] = {}  # name -> [bytes, first step, last step]
-    aliases: list[tuple[str, str, int]] = []
+    lives: dict[str, tuple[int, int, int]] = {}
+    aliases: list[tuple[str, int]] = []
     for entry in timeline:
         name = entry.buffer.get_name()
         buffer = graph.name_to_buffer.get(name)
@@ -220,27 +262,87 @@ def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
         if source is not None:
             # The results of one call are allocated by the call; the nodes that unpack them only name them.
             if (aliased := _waited_for(source)) is not None:
-                aliases.append((name, aliased, stop))
+                aliases.append((aliased, stop))
                 continue
             start = step_of[source.get_name()]
-        lives[name] = [allocated_bytes(entry.size_free, main), start, stop]
-    for _, aliased, stop in aliases:
+        lives[name] = (allocated_bytes(entry.size_free, main), start, stop)
+    for aliased, stop in aliases:
         if aliased in lives:
-            lives[aliased][2] = max(lives[aliased][2], stop)
-    change = [0] * (total + 2)
-    for size, start, stop in lives.values():
-        change[start] += size
-        change[stop + 1] -= size
-    running = peak = worst = 0
-    where = ""
-    for step in range(total):
-        running += change[step]
-        extra = max((workspace.get(origin.name, 0) for origin in _origins(nodes[step])), default=0)
-        if running + extra > peak:
-            peak, where, worst = running + extra, _label(nodes[step]), step
-    alive = [(name, size) for name, (size, start, stop) in lives.items() if start <= worst <= stop and size]
-    holders = tuple(sorted(alive, key=lambda item: -item[1])[:HOLDERS])
-    return LoweredPeak(peak, running + change[total], where, holders)
+            size, start, last = lives[aliased]
+            lives[aliased] = (size, start, max(last, stop))
+    return lives
+
+
+def relieve(nodes: list[Any], workspace: Mapping[str, int], limit_bytes: int) -> list[Any]:
+    """Move copies away from moments over `limit_bytes`: a reload starts later, a source is waited for earlier.
+
+    Time is what this costs, never correctness: a reload still stands before its wait, a wait behind its copy and behind
+    every reader of the source. Stops when the limit holds or no copy stands in the way.
+    """
+    followers = {source: node for node, source in _unpackers(nodes).items()}
+    for _ in range(4 * len(nodes)):
+        curve, _ = _curve(nodes, workspace)
+        worst = max(range(len(curve)), key=curve.__getitem__, default=0)
+        if not curve or curve[worst] <= limit_bytes:
+            break
+        moved = _reload_later(nodes, followers, worst) or _release_earlier(nodes, followers, worst)
+        if moved is None:
+            break
+        nodes = moved
+    return nodes
+
+
+def _move(nodes: list[Any], node: Any, follower: Any, before: Any) -> list[Any]:
+    block = [node] if follower is None else [node, follower]
+    rest = [other for other in nodes if other not in block]
+    place = rest.index(before)
+    return rest[:place] + block + rest[place:]
+
+
+def _reload_later(nodes: list[Any], followers: dict[Any, Any], worst: int) -> list[Any] | None:
+    """Start behind the worst moment the reload that is needed last of those in flight there."""
+    readers = _readers(nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    best: tuple[int, Any] | None = None
+    for i, node in enumerate(nodes[: worst + 1]):
+        if transfer_of(node) is not ops.swap_in:
+            continue
+        named = followers.get(node, node)
+        waits = [index[reader] for buffer in named.get_outputs() for reader in readers.get(buffer.get_name(), [])]
+        first = min(waits, default=-1)
+        # The node behind the worst one must still stand before the wait.
+        if i <= worst < first - 1 and worst + 1 < len(nodes) and (best is None or first > best[0]):
+            best = (first, node)
+    if best is None:
+        return None
+    behind = worst + 1
+    while nodes[behind] in followers.values():
+        behind += 1
+    if behind >= best[0]:
+        return None
+    return _move(nodes, best[1], followers.get(best[1]), nodes[behind])
+
+
+def _release_earlier(nodes: list[Any], followers: dict[Any, Any], worst: int) -> list[Any] | None:
+    """Wait before the worst moment for the oldest copy whose source is otherwise done by then."""
+    readers = _readers(nodes)
+    index = {node: i for i, node in enumerate(nodes)}
+    for wait in nodes[worst + 1 :]:
+        if transfer_of(wait) is not ops.swap_out_wait:
+            continue
+        needed = [
+            index[other]
+            for other in nodes
+            if any(b.get_name() in {d.name for d in wait.unmet_dependencies} for b in other.get_outputs())
+        ]
+        if any(i >= worst for i in needed):
+            continue
+        sources = [d.name for d in wait.read_writes.reads]
+        others = [index[r] for name in sources for r in readers.get(name, []) if r is not wait]
+        if any(i >= worst for i in others):
+            continue
+        return _move(nodes, wait, followers.get(wait), nodes[worst])
+    return None
 
 
 def _device_of(name: str, graph: Any) -> str | None:
@@ -278,5 +380,3 @@ def _is_host(name: str, graph: Any) -> bool:
 def pinned_order(check: ScheduleCheck) -> list[str]:
     """The transfers and kernels of the graph lowered last, in order: what a test of the order reads."""
     return list(check.order)
-
-

@@ -1,6 +1,7 @@
 """Time one operator on fresh tensors, outside every tracing mode, so that a model that does not fit can be measured.
 
-Inputs are rebuilt from the recorded values: floating ones random, integer ones zero (a random index ends a CUDA context).
+Inputs are rebuilt from the recorded values: floating ones random, integer ones zero (a random index ends a CUDA
+context).
 The random state of the process is forked; nothing of the user's is read or written.
 """
 
@@ -32,7 +33,9 @@ class OpTiming:
 @contextlib.contextmanager
 def outside_tracing(device: torch.device) -> Iterator[None]:
     """Real execution in the middle of a trace: no fake tensors, no autograd, no autocast, the random state put back."""
-    devices = [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    devices = (
+        [device.index if device.index is not None else torch.cuda.current_device()] if device.type == "cuda" else []
+    )
     with _disable_current_modes(), torch.no_grad(), torch._C._DisableAutocast(), torch.random.fork_rng(devices):
         yield
 
@@ -47,7 +50,7 @@ def example(value: Any) -> Any:
     stride = [int(x) for x in value.stride()]
     extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     flat = torch.empty(extent, dtype=value.dtype, device=value.device)
-    if value.dtype.is_floating_point and value.dtype.itemsize >= 2 or value.dtype.is_complex:
+    if (value.dtype.is_floating_point and value.dtype.itemsize >= 2) or value.dtype.is_complex:
         flat.normal_()
     else:
         flat.zero_()

@@ -21,14 +21,17 @@ from fxhome.placement import Instruction
 INSTRUCTION = "fxhome_instruction"
 
 
-def partition(module: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+def partition(
+    module: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int
+) -> tuple[GraphModule, GraphModule]:
     """Split a normalized joint graph as `program` says. The joint graph itself is not changed."""
     graph = module.graph
     by_name = {node.name: node for node in graph.nodes}
     unknown = [item.target for item in program if item.target and item.target not in by_name]
     if unknown:
         raise PlanMismatchError(
-            f"partition: the plan names '{unknown[0]}', which this graph does not have; plan this model again instead of replaying"
+            f"partition: the plan names '{unknown[0]}', which this graph does not have; plan this model again "
+            "instead of replaying"
         )
     clones = {node.meta["fxhome_clone_of"]: node for node in graph.nodes if "fxhome_clone_of" in node.meta}
     outputs = joint_outputs(graph)
@@ -78,9 +81,9 @@ def partition(module: GraphModule, program: Sequence[Instruction], num_fwd_outpu
             copy.meta["autograd_backward"] = True
             present[node] = copy
 
-    results = [None if node is None else env[node] for node in outputs[:num_fwd_outputs]]
+    results: list[fx.Node | None] = [None if node is None else env[node] for node in outputs[:num_fwd_outputs]]
     kept = [env[node] for node in saved]
-    out = forward.output(tuple(results + kept))
+    out = forward.output((*results, *kept))
     out.meta["desc"] = descriptions[:num_fwd_outputs] + torch_compat.saved_descriptions(len(kept))
     out = backward.output(tuple(None if node is None else present[node] for node in outputs[num_fwd_outputs:]))
     out.meta["desc"] = descriptions[num_fwd_outputs:]

@@ -22,15 +22,18 @@ from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint
 from fxhome.passes.capture import normalize
+from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
+from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
+from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
 from fxhome.passes.problem import build_problem
-from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.schedule import schedule
+from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
 from fxhome.passes.verify import verify_boundary, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
@@ -39,6 +42,8 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome.planner")
 
+MAX_BOUND_DECISIONS = 1500
+"""The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
 T = TypeVar("T")
 
@@ -48,7 +53,9 @@ class Situation:
     """What the process looks like when a graph is planned. Bytes on the device of the graph."""
 
     resident_bytes: int | None
-    """Held at the entry of the forward, this graph's inputs included; None offline: the graph's inputs are all there is."""
+    """Held at the entry of the forward, this graph's inputs included; None offline: the graph's inputs are all there
+    is.
+    """
     outside_bytes: int = 0
     """Held during the backward by nothing in this graph; learned from a metered step."""
     between_bytes: int = 0
@@ -56,7 +63,11 @@ class Situation:
     error_bound_bytes: int = 0
     """How far above its prediction a metered step was."""
     lowering_bytes: int = 0
-    """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such margin."""
+    """How far above the model's peak the compiler's own buffers were; what is checked after lowering needs no such
+    margin.
+    """
+    leave_room: bool = False
+    """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -82,6 +93,15 @@ class Planned:
     workspace_by_node: dict[str, int] = field(default_factory=dict)
     """Device bytes that an operator takes besides its results, by joint graph node."""
 
+    stock_boundary_bytes: int = 0
+    """What the baseline would save for the backward."""
+    problem: Problem | None = None
+
+    def smallest_peak_bytes(self) -> int:
+        """The least graph bytes that a plan of this graph can do with."""
+        assert self.problem is not None
+        return minimum_peak(self.problem)[0]
+
     def checked(self, predicted_bytes: int) -> Plan:
         """The plan with the peak that the compiler's own buffers give in place of the model's."""
         return replace(self.plan, predicted_peak_bytes=predicted_bytes)
@@ -89,8 +109,10 @@ class Planned:
     def refuse(self, predicted_bytes: int) -> InfeasibleBudgetError:
         """The refusal after the compiler's buffers did not fit however often it was planned again."""
         return InfeasibleBudgetError(
-            f"memory_budget={format_bytes(self.plan.budget_bytes)} ({self.plan.budget_bytes} bytes): every plan that fits by "
-            f"the model needs more once lowered; the last one needs {predicted_bytes} bytes ({format_bytes(predicted_bytes)}). "
+            f"memory_budget={format_bytes(self.plan.budget_bytes)} ({self.plan.budget_bytes} bytes): every plan "
+            "that fits by "
+            f"the model needs more once lowered; the last one needs {predicted_bytes} bytes "
+            f"({format_bytes(predicted_bytes)}). "
             f"Ask for at least {predicted_bytes}, or use a smaller batch",
             minimum_bytes=predicted_bytes,
             budget_bytes=self.plan.budget_bytes,
@@ -164,18 +186,28 @@ def plan_graph(
     runner = Runner(options.dump_dir)
     fusing = inner == "inductor"
     compiler = "inductor" if fusing else None
-    stock = runner.run("baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler))
+    stock = runner.run(
+        "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
+    )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
+    # Encoded copies are not placed in Inductor's schedule yet: there, compression is off.
+    codecs = None
+    if "compress" in options.allow and not fusing:
+        codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy)
     problem = build_problem(
         facts,
         costs,
         link_of(profile),
         options.allow,
+        codecs=codecs,
         outside_bytes=situation.outside_bytes,
-        between_bytes=situation.between_bytes,
+        # The backward's tangents are not there yet in between.
+        between_bytes=max(
+            0, situation.between_bytes - sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
+        ),
     )
     replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
@@ -196,7 +228,14 @@ def plan_graph(
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
 
-    def finish(result: SimResult, placement: Placements, predicted: int, stats: SearchStats, gap: float | None, notes: tuple[str, ...]) -> Plan:
+    def finish(
+        result: SimResult,
+        placement: Placements,
+        predicted: int,
+        stats: SearchStats,
+        gap: float | None,
+        notes: tuple[str, ...],
+    ) -> Plan:
         return build_plan(
             facts=facts,
             problem=problem,
@@ -220,11 +259,23 @@ def plan_graph(
             notes=notes,
         )
 
-    if replay is None and baseline_bytes <= budget and options.policy == "pso":
+    if replay is None and baseline_bytes <= budget and options.policy == "pso" and not situation.leave_room:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
-        return Planned(plan, *stock, facts, True, stock_peak.boundary_bytes, output_bytes=stock_peak.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
+        return Planned(
+            plan,
+            *stock,
+            facts,
+            True,
+            stock_peak.boundary_bytes,
+            output_bytes=stock_peak.output_bytes,
+            workspace_by_node=by_node,
+            stock_boundary_bytes=stock_peak.boundary_bytes,
+            problem=problem,
+            step_seconds=runner.seconds,
+        )
 
+    classes = storage_classes(work, facts)
     if replay is not None:
         check_replay(replay, facts, profile, inner)
         placement = placement_codes(replay, facts, problem)
@@ -233,7 +284,10 @@ def plan_graph(
         program = replay.program
     else:
         placement, result, stats, gap = runner.run(
-            "search", lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident)
+            "search",
+            lambda: _search(
+                problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room, classes
+            ),
         )
         notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
@@ -242,13 +296,33 @@ def plan_graph(
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
     if options.verify:
         verify_partition(work, *graphs, program, num_fwd_outputs)
-    forward, backward = runner.run("insert_transfers", lambda: insert_transfers(*graphs, program, num_fwd_outputs))
+    encodings = codecs_of(plan)
+    graphs = runner.run("insert_codecs", lambda: insert_codecs(*graphs, program, num_fwd_outputs, encodings))
+    forward, backward = runner.run(
+        "insert_transfers",
+        lambda: insert_transfers(*graphs, program, num_fwd_outputs, encodings, facts.fingerprint),
+    )
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
         verify_transfers(forward, backward)
-    written = runner.run("check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for))
+    written = runner.run(
+        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for)
+    )
     short = plan.predicted_peak_bytes > plan.budget_bytes
-    return Planned(plan, forward, backward, facts, False, written.boundary_bytes, is_best_effort=short, output_bytes=written.output_bytes, workspace_by_node=by_node, step_seconds=runner.seconds)
+    return Planned(
+        plan,
+        forward,
+        backward,
+        facts,
+        False,
+        written.boundary_bytes,
+        is_best_effort=short,
+        output_bytes=written.output_bytes,
+        workspace_by_node=by_node,
+        stock_boundary_bytes=stock_peak.boundary_bytes,
+        problem=problem,
+        step_seconds=runner.seconds,
+    )
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
@@ -259,9 +333,20 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
 
 
 def _search(
-    problem: Problem, facts: GraphFacts, options: Options, budget: int, fixed: int, stock: Placements, resident: int
+    problem: Problem,
+    facts: GraphFacts,
+    options: Options,
+    budget: int,
+    fixed: int,
+    stock: Placements,
+    resident: int,
+    leave_room: bool,
+    classes: Sequence[str],
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
+    if leave_room:
+        least, _ = minimum_peak(problem, options.seed)
+        room = min(room, least + max(0, room - least) // 8)
     with progress("searching placements", total=options.max_evaluations) as advance:
         counted = 0
 
@@ -279,6 +364,8 @@ def _search(
             search_seconds=options.search_seconds,
             progress=report,
             seeds=(stock,),
+            storage_class=classes,
+            bound=len(problem.decisions()) <= MAX_BOUND_DECISIONS,
         )
     placement = found.placement
     if not found.feasible:
@@ -296,15 +383,20 @@ def infeasible(
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
-    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random state).
+    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random
+    # state).
     minimum = fixed + smallest + RESIDENT_SLACK_BYTES[facts.planned_for]
-    held = (("resident before the step (weights, inputs, optimizer state, gradients)", resident), *largest_holders(facts, problem, placement, result))
+    held = (
+        ("resident before the step (weights, inputs, optimizer state, gradients)", resident),
+        *largest_holders(facts, problem, placement, result),
+    )
     top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
     position = result.peak_position
     where = "forward" if position < result.forward_length else "backward"
     node = facts.node_names[result.program[min(position, len(result.program) - 1)]]
     return InfeasibleBudgetError(
-        f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs {minimum} bytes "
+        f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs "
+        f"{minimum} bytes "
         f"({format_bytes(minimum)}). Its worst moment is '{node}' in the {where}, held by: {top}. "
         f"Ask for at least {minimum}, use a smaller batch, or allow more than {sorted(problem_allowed(problem))}",
         minimum_bytes=minimum,
@@ -315,7 +407,7 @@ def infeasible(
 
 def problem_allowed(problem: Problem) -> set[str]:
     """The kinds of placement that some storage may take."""
-    return {PLACEMENT_OF[code].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
+    return {PLACEMENT_OF[int(code)].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
 
 
 def largest_holders(
@@ -325,7 +417,9 @@ def largest_holders(
     return tuple((facts.storages[s].name, size) for s, size in holders(problem, placement, result)[:count])
 
 
-def rewrite(joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int) -> tuple[GraphModule, GraphModule]:
+def rewrite(
+    joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int
+) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
     return insert_transfers(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs)

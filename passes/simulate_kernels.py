@@ -76,10 +76,17 @@ class Link(NamedTuple):
     latency_us: float
 
 
-@njit(cache=True, inline="always")
-def is_encoded(g, placement, s):  # type: ignore[no-untyped-def]
-    """Whether storage s, saved under its placement, is encoded and decoded by instructions of their own."""
-    return placement[s] == COMPRESS or (placement[s] == COMPRESS_SWAP and g.storage_staged[s] == 1)
+@njit(cache=True)
+def encoded_mask(placement, staged):  # type: ignore[no-untyped-def]
+    """Per storage: saved under its placement, it is encoded and decoded by instructions of their own.
+
+    An array, made once per call: passing `SimArrays` to a helper would count references of all its arrays up and down.
+    """
+    mask = np.zeros(placement.shape[0], np.uint8)
+    for s in range(placement.shape[0]):
+        if placement[s] == COMPRESS or (placement[s] == COMPRESS_SWAP and staged[s] == 1):
+            mask[s] = 1
+    return mask
 
 
 @njit(cache=True, inline="always")
@@ -88,16 +95,22 @@ def is_moved(placement, saved, s):  # type: ignore[no-untyped-def]
     return saved[s] == 1 and (placement[s] == SWAP or placement[s] == COMPRESS_SWAP)
 
 
-@njit(cache=True, inline="always")
-def instruction_us(g, entry):  # type: ignore[no-untyped-def]
-    """Compute time of one program entry."""
-    n = g.node_phase.shape[0]
-    storages = g.storage_bytes.shape[0]
-    if entry >= n + storages:
-        return g.storage_decode_us[entry - n - storages]
-    if entry >= n:
-        return g.storage_encode_us[entry - n]
-    return g.node_time_us[entry]
+@njit(cache=True)
+def instruction_times(program, total, node_us, encode_us, decode_us):  # type: ignore[no-untyped-def]
+    """Compute time of every program entry: a node, an encode or a decode."""
+    n = node_us.shape[0]
+    storages = encode_us.shape[0]
+    times = np.empty(total + 1, np.float64)
+    times[total] = 0.0
+    for p in range(total):
+        entry = program[p]
+        if entry >= n + storages:
+            times[p] = decode_us[entry - n - storages]
+        elif entry >= n:
+            times[p] = encode_us[entry - n]
+        else:
+            times[p] = node_us[entry]
+    return times
 
 
 @njit(cache=True)
@@ -111,6 +124,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
     n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
     decoded = np.zeros(storages, np.uint8)
+    encoded = encoded_mask(placement, g.storage_staged)
     capacity = program.shape[0]
     available = np.zeros(n, np.uint8)
     touched = np.zeros(n, np.int32)
@@ -157,7 +171,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             depth -= 1
             for edge in range(g.read_start[node], g.read_start[node + 1]):
                 storage = g.root_storage[g.backward_alias[g.read_node[edge]]]
-                if storage >= 0 and saved[storage] and not decoded[storage] and is_encoded(g, placement, storage):
+                if storage >= 0 and saved[storage] and not decoded[storage] and encoded[storage]:
                     if length + 1 >= capacity:
                         return -1, -1
                     decoded[storage] = 1
@@ -225,12 +239,12 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             forward += 1
     encodes = 0
     for s in range(storages):
-        if saved[s] and is_encoded(g, placement, s):
+        if saved[s] and encoded[s]:
             encodes += 1
     if encodes > 0:
         if forward + encodes + length + 1 >= capacity:
             return -1, -1
-        _insert_encodes(g, placement, saved, program, recomputed, forward, encodes)
+        _insert_encodes(g, encoded, saved, program, recomputed, forward, encodes)
         forward += encodes
     for i in range(length):
         program[forward + i] = backward[i]
@@ -239,7 +253,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
 
 
 @njit(cache=True)
-def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
+def _insert_encodes(g, encoded, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
     """Make room in the forward for one instruction per encode, behind the last reader (views pass their use on)."""
     n = g.node_phase.shape[0]
     last = np.full(n, -1, np.int32)
@@ -249,7 +263,7 @@ def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):
         node = program[p]
         kind = g.node_kind[node]
         storage = g.root_storage[node]
-        if storage >= 0 and saved[storage] and is_encoded(g, placement, storage):
+        if storage >= 0 and saved[storage] and encoded[storage]:
             behind = max(last[node], p)
             following[storage] = head[behind]
             head[behind] = storage
@@ -307,6 +321,7 @@ def liveness(  # type: ignore[no-untyped-def]
     first_backward[:] = -1
     last_backward[:] = -1
     end = total
+    encoded = encoded_mask(placement, g.storage_staged)
     node_phase = g.node_phase
     node_kind = g.node_kind
     root_storage = g.root_storage
@@ -325,7 +340,7 @@ def liveness(  # type: ignore[no-untyped-def]
             in_backward = False
             for s in range(storages):
                 root = storage_root[s]
-                if root >= 0 and saved[s] and is_encoded(g, placement, s):
+                if root >= 0 and saved[s] and encoded[s]:
                     last[root] = -1
                 elif root >= 0 and saved[s] and placement[s] != KEEP:
                     first_backward[s] = first[root]
@@ -450,6 +465,8 @@ def transfers(  # type: ignore[no-untyped-def]
     storages = g.storage_bytes.shape[0]
     wait_out[:] = -1
     issue_in[:] = -1
+    encoded = encoded_mask(placement, g.storage_staged)
+    times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
     count = 0
     for s in range(storages):
         if is_moved(placement, saved, s):
@@ -467,67 +484,85 @@ def transfers(  # type: ignore[no-untyped-def]
                 continue
         else:
             s = g.root_storage[program[p]]
-            if s < 0 or produced[s] != p or not is_moved(placement, saved, s) or is_encoded(g, placement, s):
+            if s < 0 or produced[s] != p or not is_moved(placement, saved, s) or encoded[s]:
                 continue
         order[k] = s
         ready[k] = p
         k += 1
-        size_of[s] = g.storage_encoded_bytes[s] if is_encoded(g, placement, s) else g.storage_bytes[s]
+        size_of[s] = g.storage_encoded_bytes[s] if encoded[s] else g.storage_bytes[s]
         link_bytes[s] = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
     time_at = np.empty(total + 1, np.float64)
 
+    # Per position, linked lists: whose last forward reader stands there, whose first backward reader does.
+    by_last = np.full(total + 1, -1, np.int32)
+    by_use = np.full(total + 1, -1, np.int32)
+    next_last = np.full(storages, -1, np.int32)
+    next_use = np.full(storages, -1, np.int32)
+    for i in range(count):
+        s = order[i]
+        next_last[s] = by_last[last_forward[s]]
+        by_last[last_forward[s]] = s
+        next_use[s] = by_use[first_backward[s]]
+        by_use[first_backward[s]] = s
     queue = np.empty(count, np.int32)
+    place = np.full(storages, -1, np.int32)  # where in the queue a storage waits, -1 once it is released
     finish = np.empty(count, np.float64)
     queued = 0
-    head = 0
     next_out = 0
     now = 0.0
     d2h_free = 0.0
-    extra = 0
+    extra = 0  # bytes of sources that only wait for their copy
+    waiting = 0
     for p in range(total):
         # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
-        i = head
-        while i < queued:
+        if queued > 32 and queued > 2 * waiting:
+            kept = 0
+            for i in range(queued):
+                s = queue[i]
+                if place[s] == i:
+                    queue[kept] = s
+                    finish[kept] = finish[i]
+                    place[s] = kept
+                    kept += 1
+            queued = kept
+        i = 0
+        while i < queued and finish[i] <= now:
             s = queue[i]
-            if s < 0:
-                if i == head:
-                    head += 1
-                i += 1
-                continue
-            if p > last_forward[s] and finish[i] <= now:
+            if place[s] >= 0 and p > last_forward[s]:
                 wait_out[s] = p
                 extra -= size_of[s]
-                queue[i] = -1
-            elif finish[i] > now:
-                break
+                place[s] = -1
+                waiting -= 1
             i += 1
-        i = head
-        while i < queued and curve[p] + extra > budget:
+        i = 0
+        while i < queued and extra > 0 and curve[p] + extra > budget:
             s = queue[i]
-            if s >= 0 and p > last_forward[s]:
+            if place[s] >= 0 and p > last_forward[s]:
                 now = max(now, finish[i])
                 wait_out[s] = p
                 extra -= size_of[s]
-                queue[i] = -1
+                place[s] = -1
+                waiting -= 1
             i += 1
         if p >= forward:
             # The host copy is read only after its wait.
-            i = head
-            while i < queued:
-                s = queue[i]
-                if s >= 0 and first_backward[s] <= p:
-                    now = max(now, finish[i])
+            s = by_use[p]
+            while s >= 0:
+                if place[s] >= 0:
+                    now = max(now, finish[place[s]])
                     wait_out[s] = p
                     extra -= size_of[s]
-                    queue[i] = -1
-                i += 1
+                    place[s] = -1
+                    waiting -= 1
+                s = next_use[s]
         curve[p] += extra
         time_at[p] = now
-        now += instruction_us(g, program[p])
-        for i in range(head, queued):
-            s = queue[i]
-            if s >= 0 and last_forward[s] == p:
+        now += times[p]
+        s = by_last[p]
+        while s >= 0:
+            if place[s] >= 0:
                 extra += size_of[s]
+            s = next_last[s]
         while next_out < count and ready[next_out] <= p and p < forward:
             s = order[next_out]
             next_out += 1
@@ -535,7 +570,9 @@ def transfers(  # type: ignore[no-untyped-def]
             d2h_free = start + link.latency_us + link_bytes[s] * link.d2h_us_per_byte
             queue[queued] = s
             finish[queued] = d2h_free
+            place[s] = queued
             queued += 1
+            waiting += 1
             if last_forward[s] <= p:
                 extra += size_of[s]
     time_at[total] = now
@@ -553,21 +590,40 @@ def transfers(  # type: ignore[no-untyped-def]
         stop = min(limit, time_at[first_backward[s]])
         latest[k] = stop - link.latency_us - link_bytes[s] * link.h2d_us_per_byte
         limit = latest[k]
+    # Reloads placed so far are added to `curve` at the end, in one pass. Until then, as they start in order and are placed
+    # in order of use, those alive at a position are those that end at or behind it: two running sums tell.
+    ending = np.zeros(total + 2, np.int64)  # bytes by last position
+    change = np.zeros(total + 2, np.int64)
+    alive = 0  # bytes of placed reloads whose last position is `at` or later
+    at = forward
     previous = forward
     for k in range(swaps):
         s = order[rank[k]]
         use = first_backward[s]
         size = size_of[s]
+        while at < use:
+            alive -= ending[at]
+            at += 1
         lowest = max(previous, wait_out[s])
         q = use
-        while q > lowest and time_at[q] > latest[k] and curve[q - 1] + size <= budget:
+        beside = alive
+        while q > lowest and time_at[q] > latest[k]:
+            beside += ending[q - 1]
+            if curve[q - 1] + beside + size > budget:
+                break
             q -= 1
         issue_in[s] = q
         previous = q
         # What comes back encoded is gone after its decode, whose result `liveness` has counted.
-        until = use if is_encoded(g, placement, s) else last_backward[s]
-        for p in range(q, until + 1):
-            curve[p] += size
+        until = use if encoded[s] else last_backward[s]
+        ending[until] += size
+        alive += size
+        change[q] += size
+        change[until + 1] -= size
+    running = 0
+    for p in range(total + 1):
+        running += change[p]
+        curve[p] += running
     return time_at[total]
 
 
@@ -593,6 +649,8 @@ def timeline(  # type: ignore[no-untyped-def]
     """
     n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
+    encoded = encoded_mask(placement, g.storage_staged)
+    times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
     count = 0
     for s in range(storages):
         if is_moved(placement, saved, s):
@@ -655,13 +713,13 @@ def timeline(  # type: ignore[no-untyped-def]
                 now = into[i, 1]
             s = next_use[s]
         start_us[p] = now
-        now += instruction_us(g, program[p])
+        now += times[p]
         if p < forward:
             node = program[p]
-            encoded = node >= n
-            s = node - n if encoded else root_storage[node]
-            starts = s >= 0 and is_moved(placement, saved, s) and is_encoded(g, placement, s) == encoded
-            if starts and (encoded or produced[s] == p):
+            is_encode = node >= n
+            s = node - n if is_encode else root_storage[node]
+            starts = s >= 0 and is_moved(placement, saved, s) and (encoded[s] == 1) == is_encode
+            if starts and (is_encode or produced[s] == p):
                 _run_engines(now, -1, -1, slowdown, engine, busy, ends, out, into)
                 out_index[s] = ends[1]
                 moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]

@@ -1,0 +1,50 @@
+"""What the scheduler's buffers needed for a plan, kept on disk.
+
+Inductor's graph cache skips the scheduler when it hits, so the check after lowering sees nothing then. The same plan
+on the
+same versions was checked when the cached graphs were made: that result is read back here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+
+from fxhome.device import cache_directory
+
+log = logging.getLogger("fxhome")
+
+
+def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|1".encode()).hexdigest()[:32]
+    return cache_directory() / "lowered" / f"{key}.json"
+
+
+def remember(plan_fingerprint: str, is_baseline: bool, above_resident_bytes: int) -> None:
+    """Keep the checked peak above what is resident; a directory that cannot be written costs only the reuse."""
+    path = _path(plan_fingerprint, is_baseline)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as handle:
+            json.dump({"above_resident_bytes": above_resident_bytes}, handle)
+        os.replace(handle.name, path)
+    except OSError as error:
+        log.warning("fxhome: %s cannot be written (%s); a warm cache will compile once more", path, error)
+
+
+def recall(plan_fingerprint: str, is_baseline: bool) -> int | None:
+    """The checked peak above what is resident, or None where this plan was never checked here."""
+    try:
+        stored = json.loads(_path(plan_fingerprint, is_baseline).read_text(encoding="utf-8"))
+        return int(stored["above_resident_bytes"])
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        log.warning("fxhome: a stored check cannot be read (%s); compiling once more", error)
+        return None

@@ -1,0 +1,153 @@
+"""Inductor as the inner compiler, on CPU: same results, a checked peak, transfers where the plan wants them."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import fxhome
+from fxhome import inner_inductor, ledger
+from fxhome.backend import fxhome as backend
+from fxhome.passes.inductor_check import ScheduleCheck
+
+pytestmark = pytest.mark.slow  # each case compiles C++
+
+SHARED_TOLERANCE = 1e-5
+"""Recomputation changes what is fused, hence rounding; Inductor itself differs from eager by as much."""
+
+
+class Blocks(nn.Module):
+    """Three pre-norm MLP blocks and a loss."""
+
+    def __init__(self, width: int = 64, count: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(count))
+        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(count))
+        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(count))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        return x.square().mean()
+
+
+@pytest.fixture
+def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[ScheduleCheck]]:
+    """Every check made, with Inductor's caches off, so that the scheduler always runs."""
+    monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path))
+    made: list[ScheduleCheck] = []
+    original = inner_inductor._check_for
+
+    def keep(planned: Any, situation: Any) -> ScheduleCheck:
+        made.append(original(planned, situation))
+        return made[-1]
+
+    monkeypatch.setattr(inner_inductor, "_check_for", keep)
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(fx_graph_cache=False):
+        yield made
+    torch._dynamo.reset()
+
+
+def step(model: nn.Module, x: torch.Tensor, **how: Any) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of a copy of `model`."""
+    torch._dynamo.reset()
+    own = copy.deepcopy(model)
+    loss = torch.compile(own, **how)(x)
+    loss.backward()
+    return loss.detach(), {name: weight.grad for name, weight in own.named_parameters() if weight.grad is not None}
+
+
+def test_a_tight_budget_swaps_and_changes_nothing_but_rounding(checks: list[ScheduleCheck]) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(512, 64)
+    loss, gradients = step(model, x, backend="inductor")
+
+    found, planned = step(
+        model,
+        x,
+        backend=backend,
+        options={"memory_budget": "65%", "inner": "inductor", "allow": ["swap"], "verify": True},
+    )
+
+    plan = fxhome.plans()[0]
+    assert plan.host_bytes > 0
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
+    torch.testing.assert_close(found, loss, rtol=SHARED_TOLERANCE, atol=SHARED_TOLERANCE)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(planned[name], gradient, rtol=1e-4, atol=SHARED_TOLERANCE)
+
+
+def test_the_generated_order_has_every_copy_before_its_wait_and_its_wait_before_its_reader(
+    checks: list[ScheduleCheck],
+) -> None:
+    torch.manual_seed(0)
+    step(
+        Blocks(),
+        torch.randn(512, 64),
+        backend=backend,
+        options={"memory_budget": "65%", "inner": "inductor", "allow": ["swap"]},
+    )
+
+    order = checks[-1].order
+
+    reloads = [i for i, name in enumerate(order) if name == "swap_in"]
+    waits = [i for i, name in enumerate(order) if name == "swap_in_wait"]
+    assert len(reloads) == len(waits) > 0
+    assert all(start < wait for start, wait in zip(reloads, waits, strict=True))
+    # At least one reload runs beside compute: something stands between its start and its wait.
+    assert any(
+        any(not name.startswith("swap") for name in order[start:wait])
+        for start, wait in zip(reloads, waits, strict=True)
+    )
+
+
+def test_with_slack_inductor_gets_exactly_the_stock_graphs(checks: list[ScheduleCheck]) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(64, 64)
+    loss, gradients = step(model, x, backend="inductor")
+
+    found, planned = step(model, x, backend=backend, options={"memory_budget": "1GiB", "inner": "inductor"})
+
+    assert torch.equal(found, loss)
+    assert all(torch.equal(planned[name], gradient) for name, gradient in gradients.items())
+    variant = ledger.graphs()[0].variants[-1]
+    assert variant.planned is not None
+    assert variant.planned.is_baseline
+    assert not checks[-1].has_transfers
+
+
+def test_an_impossible_budget_is_refused_by_the_first_call(checks: list[ScheduleCheck]) -> None:
+    with pytest.raises(fxhome.InfeasibleBudgetError) as refused:
+        step(Blocks(), torch.randn(64, 64), backend=backend, options={"memory_budget": "1MiB", "inner": "inductor"})
+
+    assert refused.value.minimum_bytes is not None
+    assert refused.value.minimum_bytes > 1 << 20
+
+
+def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path / "fxhome"))
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    caplog.set_level(logging.WARNING, "fxhome")
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(512, 64)
+    options = {"memory_budget": "65%", "inner": "inductor"}
+    step(model, x, backend=backend, options=options)
+    first = fxhome.plans()[0]
+    torch._dynamo.reset()
+
+    step(model, x, backend=backend, options=options)
+
+    second = fxhome.plans()[0]
+    assert second.program == first.program
+    assert second.predicted_peak_bytes - second.resident_bytes == first.predicted_peak_bytes - first.resident_bytes
