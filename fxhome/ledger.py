@@ -86,7 +86,7 @@ def note_backward_done(graph: ManagedGraph) -> None:
                 continue
             _chains.remove(chain)
             alive = [member for member in members if member is not None]
-            if any(member.was_joined for member in alive):
+            if any(member.was_joined or not member.shares_budget for member in alive):
                 continue
             shares = [member.share for member in alive]
             if len(alive) > 1 and all(share is not None for share in shares):

@@ -9,6 +9,7 @@ with.
 
 from __future__ import annotations
 
+import copy
 import gc
 import logging
 import time
@@ -104,6 +105,7 @@ class ManagedGraph:
         self._outside_bytes = 0
         self._between_bytes = 0
         self._error_bound_bytes = 0
+        self._settled_bytes: int | None = None
         self._first_resident = 0
         self._replan = False
         self.ends_in_graph_break = False
@@ -126,19 +128,21 @@ class ManagedGraph:
         try:
             self._add_variant(self._first_resident)
         except FxhomeError as error:
-            self.refusal = error
+            # Its traceback would keep the whole step, model and batch included, alive for as long as it is remembered.
+            self.refusal = error.with_traceback(None)
 
     def _situation(self, resident_bytes: int) -> Situation:
         if self.device.type == "cuda":
             # Rounded, so that a second process makes the same plan and finds it in the caches.
             resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
-            leave_room=(self.ends_in_graph_break or self.was_joined) and not self._joined,
+            leave_room=self.shares_budget and (self.ends_in_graph_break or self.was_joined) and not self._joined,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
             between_bytes=self._between_bytes,
             error_bound_bytes=self._error_bound_bytes,
+            settled_bytes=self._settled_bytes,
             free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
         )
 
@@ -147,13 +151,16 @@ class ManagedGraph:
         if variant.plan is not None and self.notes:
             variant.plan = replace(variant.plan, notes=(*variant.plan.notes, *self.notes))
         self.variants.append(variant)
+        if variant.plan is not None:
+            # A share of the baseline is a number of bytes from the first plan on, whatever appears later.
+            self._settled_bytes = variant.plan.budget_bytes
         return variant
 
     def __call__(self, *args: Any) -> Any:
         """Run the forward under a variant whose promise holds now."""
         if self.refusal is not None:
-            # A fresh traceback each time: the same refusal may be met by many calls.
-            raise self.refusal.with_traceback(None)
+            # A copy each time: what is remembered must not collect tracebacks.
+            raise copy.copy(self.refusal)
         resident = self._resident_bytes(args)
         variant = self._choose(resident)
         session = self._open(variant, resident)
@@ -294,6 +301,12 @@ class ManagedGraph:
             return
         self._learn(session)
         ledger.note_backward_done(self)
+
+    @property
+    def shares_budget(self) -> bool:
+        """Whether the budget is one number of bytes for the process; a share is each graph's own."""
+        budget = self.options.memory_budget
+        return budget is None or budget.bytes is not None
 
     @property
     def is_pending(self) -> bool:

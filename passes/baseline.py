@@ -10,6 +10,7 @@ from torch import fx
 from torch.fx.graph_module import GraphModule
 
 from fxhome.passes import torch_compat
+from fxhome.passes.capture import mutated_input
 from fxhome.passes.facts import GraphFacts, storage_key
 from fxhome.passes.simulate import KEEP, RECOMPUTE, Placements, Problem
 
@@ -59,3 +60,14 @@ def baseline_placement(
         kept = isinstance(value, torch.Tensor) and storage_key(value) in saved
         placement[storage] = KEEP if kept and problem.allowed[storage, KEEP] else RECOMPUTE
     return placement
+
+
+def overwritten_saved(forward: GraphModule, num_fwd_outputs: int) -> tuple[str, ...]:
+    """Inputs that a stock forward saves for the backward and overwrites itself.
+
+    What the backward rebuilds from them is wrong, silently (pytorch#197039): such graphs are not used.
+    """
+    (output,) = forward.graph.find_nodes(op="output")
+    saved = {node for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)}
+    overwritten = {mutated_input(node) for node in forward.graph.nodes}
+    return tuple(sorted(node.name for node in saved if node in overwritten))

@@ -11,12 +11,12 @@ _BY_WORD = (
     ("pool", ("pool", "upsample")),
     ("norm", ("norm", "var_mean")),
     ("matmul", ("::mm", "addmm", "bmm", "matmul", "linear")),
-    ("activation", ("relu", "gelu", "silu", "sigmoid", "tanh", "threshold", "hardtanh", "hardswish", "elu", "softmax")),
+    ("activation", ("relu", "gelu", "silu", "sigmoid", "tanh", "threshold", "hardswish", "elu", "softmax")),
 )
 
 
 def op_class(node: fx.Node) -> str:
-    """Say "convolution", "matmul", "attention", "pool", "activation", "norm" or "other"; a getitem has its source's class."""
+    """Name the class of a node's layer, a key of `_BY_WORD` or "other"; a getitem has its source's class."""
     if operator_name(node) == "" and node.all_input_nodes:
         return op_class(node.all_input_nodes[0])
     name = operator_name(node)

@@ -20,7 +20,7 @@ from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
-from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint
+from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint, overwritten_saved
 from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
@@ -42,6 +42,7 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome.planner")
 
+LEAVE_ROOM_TRIALS = 6
 MAX_BOUND_DECISIONS = 1500
 """The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
@@ -68,6 +69,8 @@ class Situation:
     """
     leave_room: bool = False
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
+    settled_bytes: int | None = None
+    """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -96,6 +99,7 @@ class Planned:
     stock_boundary_bytes: int = 0
     """What the baseline would save for the backward."""
     problem: Problem | None = None
+    """The graph's own problem, with nothing asked for between its forward and its backward."""
 
     def smallest_peak_bytes(self) -> int:
         """The least graph bytes that a plan of this graph can do with."""
@@ -197,18 +201,22 @@ def plan_graph(
     codecs = None
     if "compress" in options.allow and not fusing:
         codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy)
-    problem = build_problem(
-        facts,
-        costs,
-        link_of(profile),
-        options.allow,
-        codecs=codecs,
-        outside_bytes=situation.outside_bytes,
-        # The backward's tangents are not there yet in between.
-        between_bytes=max(
-            0, situation.between_bytes - sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
-        ),
-    )
+    tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
+
+    def assemble(between_bytes: int) -> Problem:
+        return build_problem(
+            facts,
+            costs,
+            link_of(profile),
+            options.allow,
+            codecs=codecs,
+            outside_bytes=situation.outside_bytes,
+            between_bytes=between_bytes,
+        )
+
+    # The backward's tangents are not there yet in between.
+    problem = assemble(max(0, situation.between_bytes - tangent_bytes))
+    alone = assemble(0)
     replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
@@ -227,6 +235,10 @@ def plan_graph(
         ) + (workspace if facts.planned_for == "cuda" else 0)
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
+    budget = budget if situation.settled_bytes is None else situation.settled_bytes
+
+    if situation.leave_room:
+        problem = _saving_least(problem, assemble, budget - fixed)
 
     def finish(
         result: SimResult,
@@ -259,7 +271,9 @@ def plan_graph(
             notes=notes,
         )
 
-    if replay is None and baseline_bytes <= budget and options.policy == "pso" and not situation.leave_room:
+    stale = overwritten_saved(stock[0], num_fwd_outputs)
+    fits = baseline_bytes <= budget and not situation.leave_room
+    if replay is None and fits and options.policy == "pso" and not stale:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
         return Planned(
@@ -271,7 +285,7 @@ def plan_graph(
             output_bytes=stock_peak.output_bytes,
             workspace_by_node=by_node,
             stock_boundary_bytes=stock_peak.boundary_bytes,
-            problem=problem,
+            problem=alone,
             step_seconds=runner.seconds,
         )
 
@@ -285,11 +299,16 @@ def plan_graph(
     else:
         placement, result, stats, gap = runner.run(
             "search",
-            lambda: _search(
-                problem, facts, options, budget, fixed, stock_placement, resident, situation.leave_room, classes
-            ),
+            lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, classes),
         )
-        notes = () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
+        notes: tuple[str, ...] = (
+            () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
+        )
+        if stale:
+            notes += (
+                f"the inner backend's own partition would rebuild from {', '.join(stale)}, which the step overwrites: "
+                "fxhome's is used although the baseline fits",
+            )
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
         program = plan.program
 
@@ -320,9 +339,22 @@ def plan_graph(
         output_bytes=written.output_bytes,
         workspace_by_node=by_node,
         stock_boundary_bytes=stock_peak.boundary_bytes,
-        problem=problem,
+        problem=alone,
         step_seconds=runner.seconds,
     )
+
+
+def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: int) -> Problem:
+    """The same problem with as much as can be kept free between its forward and its backward, found by bisection."""
+    least, most = 0, max(0, room)
+    for _ in range(LEAVE_ROOM_TRIALS):
+        middle = (least + most) // 2
+        tried = assemble(middle)
+        if minimum_peak(tried)[0] <= room:
+            least, problem = middle, tried
+        else:
+            most = middle
+    return problem
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
@@ -340,13 +372,9 @@ def _search(
     fixed: int,
     stock: Placements,
     resident: int,
-    leave_room: bool,
     classes: Sequence[str],
 ) -> tuple[Placements, SimResult, SearchStats, float | None]:
     room = budget - fixed
-    if leave_room:
-        least, _ = minimum_peak(problem, options.seed)
-        room = min(room, least + max(0, room - least) // 8)
     with progress("searching placements", total=options.max_evaluations) as advance:
         counted = 0
 

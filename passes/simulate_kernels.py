@@ -590,7 +590,8 @@ def transfers(  # type: ignore[no-untyped-def]
         stop = min(limit, time_at[first_backward[s]])
         latest[k] = stop - link.latency_us - link_bytes[s] * link.h2d_us_per_byte
         limit = latest[k]
-    # Reloads placed so far are added to `curve` at the end, in one pass. Until then, as they start in order and are placed
+    # Reloads placed so far are added to `curve` at the end, in one pass. Until then, as they start in order and are
+    # placed
     # in order of use, those alive at a position are those that end at or behind it: two running sums tell.
     ending = np.zeros(total + 2, np.int64)  # bytes by last position
     change = np.zeros(total + 2, np.int64)

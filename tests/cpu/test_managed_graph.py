@@ -121,7 +121,8 @@ def test_an_eager_loss_is_learned_as_outside_and_planned_again_once(caplog: pyte
             meter.track_resident()
             y = compiled(x)
             logged = [y.detach().exp(), y.detach().cos()]  # what a user's own code keeps through the backward
-            y.square().mean().backward()
+            # The loss itself makes nothing large: on CPU, what eager code takes and frees in between is not metered.
+            y.mean().backward()
             del logged
         return int(meter.peak_bytes)
 
@@ -130,6 +131,7 @@ def test_an_eager_loss_is_learned_as_outside_and_planned_again_once(caplog: pyte
     free = step(stock)
     fresh()
     compiled = compile_step(model, {"memory_budget": in_bytes(free - BATCH * WIDTH * 2)})
+    caplog.clear()
     with caplog.at_level(logging.WARNING, logger="fxhome"):
         peaks = [step(compiled) for _ in range(4)]
     (plan,) = fxhome.plans()
@@ -139,7 +141,10 @@ def test_an_eager_loss_is_learned_as_outside_and_planned_again_once(caplog: pyte
 
 
 def test_backwards_already_pending_keep_their_variant() -> None:
-    compiled, model = started("100%")
+    started("100%")
+    (free,) = fxhome.plans()
+    # Room for one forward with everything kept, and for a second one beside it only if that keeps less.
+    compiled, model = started(in_bytes(int(free.budget_bytes * 1.35)))
     x = torch.randn(BATCH, WIDTH)
     model.zero_grad()
     loss = compiled(x)
