@@ -141,7 +141,7 @@ def digits(device: torch.device, small: bool) -> Task:
         model.train()
         return {"accuracy": float((scores.argmax(1) == y[test]).float().mean()) * 100, "loss": float(loss)}
 
-    return Task(lambda: DigitsNet(16 if small else 32), batch, evaluate, 60 if small else 400, 2e-3)
+    return Task(lambda: DigitsNet(16 if small else 32), batch, evaluate, 60 if small else 300, 2e-3)
 
 
 def standard_library(device: torch.device, small: bool) -> Task:
@@ -167,8 +167,8 @@ def standard_library(device: torch.device, small: bool) -> Task:
             losses = [float(model(*cut(part))) for part in held_out.split(size)]
         return {"loss": statistics.fmean(losses)}
 
-    width, layers = (64, 2) if small else (128, 4)
-    return Task(lambda: ByteModel(width, layers, length), batch, evaluate, 80 if small else 600, 2e-3)
+    width, layers = (64, 2) if small else (128, 3)
+    return Task(lambda: ByteModel(width, layers, length), batch, evaluate, 80 if small else 400, 2e-3)
 
 
 TASKS = {"digits": digits, "standard library": standard_library}
