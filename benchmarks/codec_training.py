@@ -141,7 +141,7 @@ def digits(device: torch.device, small: bool) -> Task:
         model.train()
         return {"accuracy": float((scores.argmax(1) == y[test]).float().mean()) * 100, "loss": float(loss)}
 
-    return Task(lambda: DigitsNet(16 if small else 32), batch, evaluate, 60 if small else 400, 2e-3)
+    return Task(lambda: DigitsNet(16 if small else 32), batch, evaluate, 60 if small else 300, 2e-3)
 
 
 def standard_library(device: torch.device, small: bool) -> Task:
@@ -167,8 +167,8 @@ def standard_library(device: torch.device, small: bool) -> Task:
             losses = [float(model(*cut(part))) for part in held_out.split(size)]
         return {"loss": statistics.fmean(losses)}
 
-    width, layers = (64, 2) if small else (128, 4)
-    return Task(lambda: ByteModel(width, layers, length), batch, evaluate, 80 if small else 600, 2e-3)
+    width, layers = (64, 2) if small else (128, 3)
+    return Task(lambda: ByteModel(width, layers, length), batch, evaluate, 80 if small else 400, 2e-3)
 
 
 TASKS = {"digits": digits, "standard library": standard_library}
@@ -214,7 +214,7 @@ class Quality:
     def train(self, task: Task, variant: str) -> tuple[list[dict[str, float]], str]:
         """(results by seed, what was encoded). One compilation serves all seeds."""
         model = task.build().to(self.device)
-        step, describe = self.compiled(model, variant)
+        step, describe = self.compiled(task, model, variant)
         steps = self.arguments.steps or task.steps
         results = []
         for seed in range(self.arguments.seeds):
@@ -240,7 +240,7 @@ class Quality:
             print(f"    {variant} seed {seed}: {results[-1]}", flush=True)
         return results, describe()
 
-    def compiled(self, model: nn.Module, variant: str) -> tuple[Callable[..., Any], Callable[[], str]]:
+    def compiled(self, task: Task, model: nn.Module, variant: str) -> tuple[Callable[..., Any], Callable[[], str]]:
         """The training step under a variant, and a function that says what it encodes."""
         lossy = VARIANTS[variant]
         if lossy is None:
@@ -251,11 +251,12 @@ class Quality:
             return step, lambda: "; ".join(
                 f"{key} {size / found[-1].saved_bytes:.0%}" for key, size in found[-1].bytes_by_codec.items()
             )
-        return self.public(model, lossy)
+        return self.public(task, model, lossy)
 
-    def public(self, model: nn.Module, lossy: bool | str) -> tuple[Callable[..., Any], Callable[[], str]]:
+    def public(self, task: Task, model: nn.Module, lossy: bool | str) -> tuple[Callable[..., Any], Callable[[], str]]:
         """The same through fxhome's own backend: the smallest budget that compression alone can meet."""
         import fxhome
+        from fxhome import backend
         from fxhome.passes import codec_choice
 
         torch._dynamo.reset()
@@ -265,14 +266,16 @@ class Quality:
         budget: int | str = "1%"
         state = {key: value.clone() for key, value in model.state_dict().items()}
         try:
-            torch.compile(model, backend="fxhome", options={**options, "memory_budget": budget})(
-                *TASKS[self.arguments.tasks[0]](self.device, self.small).batch(0, 0)
+            torch.compile(model, backend=backend.fxhome, options={**options, "memory_budget": budget})(
+                *task.batch(0, 0)
             )
         except fxhome.InfeasibleBudgetError as refused:
-            budget = refused.minimum_bytes or budget
+            # AdamW's two moments appear after the first step and are resident from then on.
+            moments = 2 * sum(p.numel() * p.element_size() for p in model.parameters())
+            budget = (refused.minimum_bytes or 0) + moments + (1 << 18)
         model.load_state_dict(state)
         torch._dynamo.reset()
-        step = torch.compile(model, backend="fxhome", options={**options, "memory_budget": budget}, dynamic=False)
+        step = torch.compile(model, backend=backend.fxhome, options={**options, "memory_budget": budget}, dynamic=False)
         return step, lambda: str({k.value: v for k, v in fxhome.plans()[-1].bytes_by_placement().items() if v})
 
 
