@@ -23,6 +23,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import ScheduleCheck
+from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_graph
 from fxhome.units import format_bytes
@@ -134,7 +135,13 @@ def _lower(
         def follow(
             joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None
         ) -> tuple[GraphModule, GraphModule]:
-            return rewrite(joint, planned.plan.program, num_fwd_outputs)
+            return rewrite(
+                joint,
+                planned.plan.program,
+                num_fwd_outputs,
+                codecs_of(planned.plan),
+                planned.plan.graph_fingerprint,
+            )
 
         patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
     if check is not None:
@@ -165,7 +172,7 @@ def _compile_fx(
 def _patches(planned: Planned) -> dict[str, Any]:
     if planned.is_baseline:
         return {}
-    moves = any(item.kind.startswith("swap") for item in planned.plan.program)
+    moves = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in planned.plan.program)
     # Inductor may order compute for its own peak, but copies stand where the plan wants them.
     pinned = {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
     # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache

@@ -9,12 +9,13 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
 from fxhome.placement import Plan
+from fxhome.runtime import codec_sites
 
 if TYPE_CHECKING:
     from fxhome.managed_graph import ManagedGraph
@@ -59,7 +60,8 @@ def graphs() -> list[ManagedGraph]:
 
 def plans() -> list[Plan]:
     """Fresh snapshots of the plans in force, oldest graph first; a graph without a plan (inference) has none."""
-    return [plan for graph in graphs() if (plan := graph.plan) is not None]
+    found = [plan for graph in graphs() if (plan := graph.plan) is not None]
+    return [replace(plan, notes=(*plan.notes, *codec_sites.notes(plan.graph_fingerprint))) for plan in found]
 
 
 def note_forward(graph: ManagedGraph) -> None:

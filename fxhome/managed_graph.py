@@ -28,6 +28,7 @@ from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.placement import Plan
+from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
 from fxhome.units import format_bytes
 
@@ -143,8 +144,13 @@ class ManagedGraph:
             between_bytes=self._between_bytes,
             error_bound_bytes=self._error_bound_bytes,
             settled_bytes=self._settled_bytes,
+            observed_bytes=self._observed_bytes(),
             free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
         )
+
+    def _observed_bytes(self) -> tuple[tuple[str, int], ...]:
+        plan = self.variants[-1].plan if self.variants else None
+        return tuple(sorted(codec_sites.observed_bytes(plan.graph_fingerprint).items())) if plan is not None else ()
 
     def _add_variant(self, resident_bytes: int) -> Variant:
         variant = self._compile_variant(self, self._situation(resident_bytes), self._replay)

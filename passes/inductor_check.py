@@ -17,10 +17,21 @@ from torch._inductor import custom_graph_pass
 from fxhome.passes.facts import allocated_bytes
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
-from fxhome.runtime import ops
+from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
-_TRANSFERS = (ops.swap_out, ops.swap_out_wait, ops.swap_in, ops.swap_in_wait)
+_RANKS = {
+    codec_ops.encode_op: -6,
+    ops.swap_out: -5,
+    codec_ops.swap_out_encoded_op: -5,
+    ops.swap_out_wait: -4,
+    ops.swap_in: -3,
+    codec_ops.swap_in_encoded_op: -3,
+    ops.swap_in_wait: -2,
+    codec_ops.decode_op: -1,
+}
+"""Transfers and codecs; at one place, releases stand first, then what takes memory, then what must be there."""
+_ARRIVALS = (ops.swap_in_wait, codec_ops.decode_op)
 
 
 # torch 2.12 and later want this class there and take its uuid() into the cache key; 2.11 takes any callable.
@@ -52,7 +63,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         forward_limit_bytes: int | None = None,
         backward_limit_bytes: int | None = None,
     ) -> None:
-        self.has_transfers = any(item.kind.startswith("swap") for item in program)
+        self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.forward: LoweredPeak | None = None
@@ -91,7 +102,7 @@ def _operators(node: Any) -> list[Any]:
 
 def transfer_of(node: Any) -> Any:
     """The transfer operator that a scheduler node runs, or None."""
-    found = [operator for operator in _operators(node) if operator in _TRANSFERS]
+    found = [operator for operator in _operators(node) if operator in _RANKS]
     return found[0] if found else None
 
 
@@ -130,12 +141,10 @@ def place_transfers(nodes: list[Any]) -> list[Any]:
             continue
         planned = _position(node)
         slot = _slot(positions, -1 if planned is None else planned)
-        if operator is ops.swap_in_wait:
+        if operator in _ARRIVALS:
             first = [index[reader] for reader in _compute_readers(node, readers, followers) if reader in index]
             slot = min(first, default=slot)
-        # Before the compute node of its slot: releases first, then what takes memory, then what must be there.
-        rank = {ops.swap_out_wait: -4, ops.swap_in: -3, ops.swap_in_wait: -2, ops.swap_out: -5}[operator]
-        keyed.append((slot, rank, planned if planned is not None else order, node))
+        keyed.append((slot, _RANKS[operator], planned if planned is not None else order, node))
     keyed.sort(key=lambda item: item[:3])
     return _respect_dependencies([item[3] for item in keyed], nodes, followers)
 
@@ -372,7 +381,7 @@ def _is_host(name: str, graph: Any) -> bool:
     """Whether a buffer is the host copy of a swapped tensor (on CPU, host and device memory have one device type)."""
     buffer = graph.name_to_buffer.get(name)
     for candidate in (buffer, *getattr(buffer, "inputs", ())):
-        if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait):
+        if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait, codec_ops.swap_out_encoded_op):
             return True
     return name.endswith("_host") and name in graph.graph_inputs
 

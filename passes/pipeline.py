@@ -8,7 +8,7 @@ this runner with dumping on.
 
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -35,7 +35,7 @@ from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
-from fxhome.passes.verify import verify_boundary, verify_partition, verify_transfers
+from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
 from fxhome.units import format_bytes
@@ -71,6 +71,8 @@ class Situation:
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
     settled_bytes: int | None = None
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
+    observed_bytes: tuple[tuple[str, int], ...] = ()
+    """Encoded bytes seen at run time by storage name: what the next plan of this graph assumes."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -197,10 +199,11 @@ def plan_graph(
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
-    # Encoded copies are not placed in Inductor's schedule yet: there, compression is off.
+    # Under Inductor on a GPU encoded copies have never been measured: there, compression is off.
     codecs = None
-    if "compress" in options.allow and not fusing:
-        codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy)
+    if not (fusing and facts.planned_for == "cuda"):
+        seen = {} if replays else dict(situation.observed_bytes)
+        codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -324,6 +327,7 @@ def plan_graph(
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
         verify_transfers(forward, backward)
+        verify_codecs(forward, backward)
     written = runner.run(
         "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for)
     )
@@ -421,7 +425,7 @@ def infeasible(
     top = ", ".join(f"{name} {format_bytes(size)}" for name, size in held[:4])
     position = result.peak_position
     where = "forward" if position < result.forward_length else "backward"
-    node = facts.node_names[result.program[min(position, len(result.program) - 1)]]
+    node = facts.node_names[result.nodes[min(position, len(result.program) - 1)]]
     return InfeasibleBudgetError(
         f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs "
         f"{minimum} bytes "
@@ -446,11 +450,17 @@ def largest_holders(
 
 
 def rewrite(
-    joint: GraphModule, program: Sequence[Instruction], num_fwd_outputs: int
+    joint: GraphModule,
+    program: Sequence[Instruction],
+    num_fwd_outputs: int,
+    codecs: Mapping[str, str] | None = None,
+    graph_key: str = "",
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
-    return insert_transfers(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs)
+    named = codecs or {}
+    graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named)
+    return insert_transfers(*graphs, program, num_fwd_outputs, named, graph_key)
 
 
 def with_lowering(situation: Situation, missed_bytes: int) -> Situation:
