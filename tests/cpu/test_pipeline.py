@@ -33,7 +33,17 @@ def planned(budget: Any, *, resident: int | None = None, **options: Any) -> Plan
 
 def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:
     result = planned("70%", dump_dir=str(tmp_path / "steps"))
-    expected = ["baseline", "normalize", "facts", "cost", "search", "partition", "insert_transfers", "check"]
+    expected = [
+        "baseline",
+        "normalize",
+        "facts",
+        "cost",
+        "search",
+        "partition",
+        "insert_codecs",
+        "insert_transfers",
+        "check",
+    ]
     assert list(result.step_seconds) == expected
     assert all(seconds >= 0 for seconds in result.step_seconds.values())
     written = sorted(path.name for path in (tmp_path / "steps").iterdir())
@@ -41,6 +51,7 @@ def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:
         ("baseline", ("forward", "backward")),
         ("normalize", ("joint",)),
         ("partition", ("forward", "backward")),
+        ("insert_codecs", ("forward", "backward")),
         ("insert_transfers", ("forward", "backward")),
     ):
         for side in sides:

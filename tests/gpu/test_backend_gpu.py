@@ -114,9 +114,7 @@ def test_inductor_holds_an_enforced_budget(share: float) -> None:
     found, planned, peak = run(model, x, backend=backend, options={"memory_budget": budget})
 
     plan = fxhome.plans()[0]
-    print(
-        f"asked {budget}, predicted {plan.predicted_peak_bytes}, measured {peak}, plan measured {plan.measured_peak_bytes}"
-    )
+    print(f"asked {budget}, predicted {plan.predicted_peak_bytes}, measured {peak}")
     assert peak <= budget
     assert abs(plan.predicted_peak_bytes - (plan.measured_peak_bytes or 0)) <= 0.05 * budget
     torch.testing.assert_close(found, loss, rtol=2e-2, atol=1e-3)
