@@ -248,12 +248,24 @@ def holders(problem: Problem, placement: Placements, result: SimResult) -> list[
     """(storage, bytes) of everything alive at the peak, largest first, copies in flight included."""
     g = problem.arrays
     held = np.zeros(problem.num_storages, np.int8)
-    scratch = [np.empty(problem.num_storages, np.int32) for _ in range(4)]
+    first, second, third, fourth = (np.empty(problem.num_storages, np.int32) for _ in range(4))
     total = len(result.program)
     curve = np.zeros(total + 2, np.int64)
     position = min(result.peak_position, total)
     kernels.liveness(
-        g, placement, result.saved, result.program, result.forward_length, total, curve, *scratch, position, held
+        g,
+        placement,
+        result.saved,
+        result.program,
+        result.forward_length,
+        total,
+        curve,
+        first,
+        second,
+        third,
+        fourth,
+        position,
+        held,
     )
     moved = (result.saved == 1) & ((placement == SWAP) | (placement == COMPRESS_SWAP))
     leaving = (result.produced <= position) & (position < result.wait_out)

@@ -44,7 +44,8 @@ def choose_window_bases(exponents: Ints) -> Ints:
     sums = np.cumsum(np.pad(histogram, ((0, 0), (1, WINDOW - 1))), axis=1)
     window_sums = sums[:, WINDOW : HISTOGRAM_BINS + WINDOW] - sums[:, :HISTOGRAM_BINS]
     best = window_sums.argmax(axis=1)
-    return np.maximum(largest - best - (WINDOW - 1), 0)
+    lowest: NDArray[np.int64] = np.maximum(largest - best - (WINDOW - 1), 0)
+    return lowest
 
 
 def _pack3(values: Ints) -> tuple[Bytes, Bytes]:
@@ -115,9 +116,9 @@ def decode(head: Bytes, tail: Bytes, float_format: FloatFormat, layout: Layout, 
             f"{found[tile]}: the encoded buffer is corrupted or was never written"
         )
     exponents = (codes + (words & 0xFF)[:, None]) & 0xFF
-    tile, _ = np.nonzero(escaped)
-    rank = np.arange(tile.size) - (np.cumsum(found) - found)[tile]
-    exponents[escaped] = tile_slots(tail, layout, np.uint8)[tile, rank]
+    owners, _ = np.nonzero(escaped)
+    rank = np.arange(owners.size) - (np.cumsum(found) - found)[owners]
+    exponents[escaped] = tile_slots(tail, layout, np.uint8)[owners, rank]
     rest = planes[:, float_format.rest1_offset : float_format.code2_offset].astype(np.int64)
     if float_format.has_rest2:
         low = np.ascontiguousarray(planes[:, : float_format.rest1_offset]).view(np.uint16)

@@ -17,7 +17,8 @@ def block_exponents(values: Floats, fp8_format: Fp8Format) -> NDArray[np.int64]:
     bits = pad_to_blocks(values).view(np.uint32).astype(np.int64) & 0x7FFFFFFF
     largest = np.where(bits < 0x7F800000, bits, 0).max(axis=1)
     exponent = (largest >> 23) - 127 - fp8_format.largest_exponent + ((largest & 0x7FFFFF) > 0x600000)
-    return np.maximum(exponent, SMALLEST_EXPONENT)
+    bounded: NDArray[np.int64] = np.maximum(exponent, SMALLEST_EXPONENT)
+    return bounded
 
 
 def _power_of_two(exponents: NDArray[np.int64]) -> Floats:
@@ -58,7 +59,7 @@ def decode(head: Bytes, dtype: torch.dtype, fp8_format: Fp8Format, layout: Layou
     values = finite_product(plain, np.repeat(scales.astype(np.float32), BLOCK_ELEMENTS)[: layout.numel])
     infinite = (magnitude == fp8_format.infinity_code) & fp8_format.has_infinity
     is_nan = magnitude > 0x7C if fp8_format.has_infinity else magnitude == fp8_format.nan_code
-    bits = values.view(np.uint32)
-    bits = np.where(infinite, np.uint32(0x7F800000), bits)
-    bits = np.where(is_nan, np.uint32(0x7FC00000), bits) | ((codes & 0x80) << 24).astype(np.uint32)
+    finite: NDArray[np.uint32] = values.view(np.uint32)
+    unsigned = np.where(is_nan, np.uint32(0x7FC00000), np.where(infinite, np.uint32(0x7F800000), finite))
+    bits = unsigned | ((codes & 0x80) << 24).astype(np.uint32)
     from_fp32(bits.astype(np.uint32).view(np.float32), dtype, target)

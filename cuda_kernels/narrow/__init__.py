@@ -26,7 +26,8 @@ class Narrow(FlatCodec):
 
     @property
     def stored_dtype(self) -> np.dtype[np.integer]:
-        return np.dtype({1: np.uint8, 2: np.uint16, 4: np.int32}[self.width])
+        types: dict[int, np.dtype[np.integer]] = {1: np.dtype(np.uint8), 2: np.dtype(np.uint16), 4: np.dtype(np.int32)}
+        return types[self.width]
 
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
         self.require_dtype(dtype)

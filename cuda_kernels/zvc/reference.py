@@ -41,7 +41,7 @@ def decode(head: Bytes, tail: Bytes, layout: Layout, elements: NDArray[np.unsign
             "the encoded buffer is corrupted or was never written"
         )
     tiles = np.zeros(masks.shape, elements.dtype)
-    tile, _ = np.nonzero(masks)
-    rank = np.arange(tile.size) - (np.cumsum(found) - found)[tile]
-    tiles[masks] = tile_slots(tail, layout, elements.dtype)[tile, rank]
+    owners, _ = np.nonzero(masks)
+    rank = np.arange(owners.size) - (np.cumsum(found) - found)[owners]
+    tiles[masks] = tile_slots(tail, layout, elements.dtype)[owners, rank]
     elements[:] = tiles.reshape(-1)[: elements.size]
