@@ -20,6 +20,8 @@ from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
+MAX_MOVES = 300
+"""Copies moved away from worst moments per graph; each move walks all buffers again."""
 _RANKS = {
     codec_ops.encode_op: -6,
     ops.swap_out: -5,
@@ -289,7 +291,7 @@ def relieve(nodes: list[Any], workspace: Mapping[str, int], limit_bytes: int) ->
     every reader of the source. Stops when the limit holds or no copy stands in the way.
     """
     followers = {source: node for node, source in _unpackers(nodes).items()}
-    for _ in range(4 * len(nodes)):
+    for _ in range(MAX_MOVES):
         curve, _ = _curve(nodes, workspace)
         worst = max(range(len(curve)), key=curve.__getitem__, default=0)
         if not curve or curve[worst] <= limit_bytes:
