@@ -28,7 +28,6 @@ from torch import nn
 
 import fxhome
 from benchmarks.workloads import WORKLOADS
-from fxhome.budget import parse_budget
 
 RECOMPUTE_BUDGETS = (0.8, 0.6, 0.5, 0.3, 0.1)
 
@@ -220,10 +219,7 @@ class Bench:
                     min(1.0, cap[0] / torch.cuda.get_device_properties(0).total_memory)
                 )
 
-        if parse_budget(asked).bytes is not None and self.device.type == "cuda":
-            figures = self.measure(lambda: step(*self.inputs), enforce)
-        else:
-            figures = self.measure(lambda: step(*self.inputs), enforce)
+        figures = self.measure(lambda: step(*self.inputs), enforce)
         plan = fxhome.plans()[0]
         placed = {placement.value: size for placement, size in plan.bytes_by_placement().items() if size}
         figures |= {

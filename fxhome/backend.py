@@ -94,7 +94,7 @@ def managed(
             replays=stored,
         )
 
-    def compile_variant(graph: ManagedGraph, situation: Situation, _: Plan | None) -> Variant:
+    def compile_variant(graph: ManagedGraph, situation: Situation) -> Variant:
         with torch._guards.tracing(context):
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor

@@ -82,7 +82,7 @@ class Session:
         return self.meter if self.meter is not None and not self.done else nullcontext()
 
 
-Compile = Callable[["ManagedGraph", Situation, Plan | None], Variant]
+Compile = Callable[["ManagedGraph", Situation], Variant]
 
 
 class ManagedGraph:
@@ -153,7 +153,7 @@ class ManagedGraph:
         return tuple(sorted(codec_sites.observed_bytes(plan.graph_fingerprint).items())) if plan is not None else ()
 
     def _add_variant(self, resident_bytes: int) -> Variant:
-        variant = self._compile_variant(self, self._situation(resident_bytes), self._replay)
+        variant = self._compile_variant(self, self._situation(resident_bytes))
         if variant.plan is not None and self.notes:
             variant.plan = replace(variant.plan, notes=(*variant.plan.notes, *self.notes))
         self.variants.append(variant)

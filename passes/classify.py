@@ -25,9 +25,7 @@ def split_sides(graph: fx.Graph, num_fwd_outputs: int) -> dict[fx.Node, str]:
     Forward is what the forward outputs or a forward side effect need; backward is what reads a tangent, what autograd
     traced while running backward, and what reads such a node. Raises UnsupportedGraphError if a node is both.
     """
-    outputs = joint_outputs(graph)
-    required = _ancestors([node for node in outputs[:num_fwd_outputs] if node is not None])
-    required |= _ancestors([node for node in graph.nodes if _is_forward_effect(node)])
+    required = forward_required(graph, num_fwd_outputs)
     sides: dict[fx.Node, str] = {}
     for node in graph.nodes:
         if node.op in ("placeholder", "get_attr"):

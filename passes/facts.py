@@ -275,7 +275,7 @@ def extract_facts(
         storages=tuple(result),
         storage_owner=tuple(s["owner"] for s in storages),
         storage_root=tuple(s["root"] for s in storages),
-        storage_held=tuple(s["owner"] in {index[n] for n in nodes if sides[n] == "tangent"} for s in storages),
+        storage_held=tuple(sides[nodes[s["owner"]]] == "tangent" for s in storages),
         forward_outputs=tuple(forward_outputs),
         backward_outputs=tuple(backward_outputs),
         tangent_storages=tuple(tangents),

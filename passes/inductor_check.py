@@ -386,8 +386,3 @@ def _is_host(name: str, graph: Any) -> bool:
         if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait, codec_ops.swap_out_encoded_op):
             return True
     return name.endswith("_host") and name in graph.graph_inputs
-
-
-def pinned_order(check: ScheduleCheck) -> list[str]:
-    """The transfers and kernels of the graph lowered last, in order: what a test of the order reads."""
-    return list(check.order)

@@ -1,6 +1,6 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    normalize -> facts -> cost -> search -> schedule -> partition -> insert_transfers -> verify
+    baseline -> normalize -> facts -> cost -> search -> partition -> insert_codecs -> insert_transfers -> check
 
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
@@ -218,8 +218,9 @@ def plan_graph(
         )
 
     # The backward's tangents are not there yet in between.
-    problem = assemble(max(0, situation.between_bytes - tangent_bytes))
-    alone = assemble(0)
+    between_bytes = max(0, situation.between_bytes - tangent_bytes)
+    problem = assemble(between_bytes)
+    alone = assemble(0) if between_bytes else problem
     replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
