@@ -49,9 +49,11 @@ def main() -> None:
     parser.add_argument("--inner", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_step"))
     parser.add_argument("--again", action="store_true")
+    parser.add_argument("--allow", nargs="*", help="fxhome's option of that name; all placements unless given")
+    parser.add_argument("--log", action="store_true", help="print what fxhome logs while it plans")
     parser.add_argument("--profile", action="store_true", help="print kernels and who holds the memory at the peak")
     arguments = parser.parse_args()
-    if arguments.profile:
+    if arguments.log or arguments.profile:
         logging.basicConfig(level=logging.WARNING)
         logging.getLogger("fxhome").setLevel(logging.DEBUG)
     Bench(arguments).run()
@@ -146,6 +148,8 @@ class Bench:
                 "peak_bytes": torch.cuda.max_memory_allocated(),
                 "reserved_bytes": torch.cuda.max_memory_reserved(),
             }
+            norms = [p.grad.float().norm().double() for p in self.model.parameters() if p.grad is not None]
+            figures["gradient_norm"] = float(torch.stack(norms).norm())
         if self.arguments.profile and self.device.type == "cuda":
             _print_profile(lambda: self.one(step))
         return figures
@@ -206,6 +210,8 @@ class Bench:
         options: dict[str, object] = {"memory_budget": asked}
         if self.arguments.inner:
             options["inner"] = self.arguments.inner
+        if self.arguments.allow is not None:
+            options["allow"] = self.arguments.allow
         step = torch.compile(self.model, backend="fxhome" if _registered() else _backend(), options=options)
         cap: list[int] = []
 

@@ -199,11 +199,8 @@ def plan_graph(
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
-    # Under Inductor on a GPU encoded copies have never been measured: there, compression is off.
-    codecs = None
-    if not (fusing and facts.planned_for == "cuda"):
-        seen = {} if replays else dict(situation.observed_bytes)
-        codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
+    seen = {} if replays else dict(situation.observed_bytes)
+    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
