@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +21,12 @@ from torch.utils._pytree import tree_leaves
 from fxhome import ledger
 from fxhome.device import cached_profile
 from fxhome.errors import DeviceError, FxhomeError
+from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
 from fxhome.placement import Plan, load_plans
+from fxhome.runtime.host_pool import host_pool
 
 log = logging.getLogger("fxhome")
 
@@ -77,32 +79,43 @@ def managed(
     context = torch._guards.TracingContext.try_get()
     stored = _stored_plans(options)
     inputs = list(example_inputs)
+    host_pool().set_budget(options.host_budget)
+    # Planning again for the same graph says the same again: once is enough.
+    announce = functools.cache(functools.partial(log.warning, "fxhome: %s"))
 
     def plan_step(
         joint: GraphModule, joint_inputs: object, num_fwd_outputs: int, situation: Situation, static: list[int] | None
     ) -> Planned:
-        return plan_graph(
-            joint,
-            joint_inputs,
-            num_fwd_outputs,
-            options=options,
-            profile=profile,
-            situation=situation,
-            measure=True,
-            inner=inner,
-            static_lifetime_input_indices=static,
-            replays=stored,
-        )
+        def plan(off_host: Collection[str]) -> Planned:
+            return plan_graph(
+                joint,
+                joint_inputs,
+                num_fwd_outputs,
+                options=options,
+                profile=profile,
+                situation=situation,
+                measure=True,
+                inner=inner,
+                static_lifetime_input_indices=static,
+                replays=stored,
+                off_host=off_host,
+            )
+
+        return within_host(plan, host_pool().room_bytes(), announce, replayed=bool(stored))
 
     def compile_variant(graph: ManagedGraph, situation: Situation) -> Variant:
         with torch._guards.tracing(context):
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                return compile_inductor(gm, inputs, plan_step, situation)
-            from fxhome.inner_eager import compile_eager
+                variant = compile_inductor(gm, inputs, plan_step, situation)
+            else:
+                from fxhome.inner_eager import compile_eager
 
-            return compile_eager(gm, inputs, plan_step, situation, graph)
+                variant = compile_eager(gm, inputs, plan_step, situation, graph)
+        if variant.plan is not None:
+            reserve_host(variant.plan, pinned=device.type == "cuda")
+        return variant
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))

@@ -27,6 +27,7 @@ from fxhome.options import Options
 from fxhome.placement import Plan
 from fxhome.progress import progress_shown
 from fxhome.report import placed_bytes
+from fxhome.runtime.host_pool import host_pool
 from fxhome.spec import Workload, load_workload
 from fxhome.train_steps import Training, largest_difference, train
 
@@ -89,6 +90,8 @@ class RunReport:
 def run(request: RunRequest) -> RunReport:
     """Train without a plan (in a child process), then with one; raise `FxhomeError` for what the user got wrong."""
     options = Options.from_mapping(request.options)
+    # Refused now, not after the plain run.
+    host_pool().set_budget(options.host_budget)
     device = torch.device(request.device)
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
     workload = _workload(request, options)

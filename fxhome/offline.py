@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import functools
+import logging
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +16,12 @@ from torch.utils._pytree import tree_map
 
 from fxhome.device import DeviceProfile
 from fxhome.errors import FxhomeError, UnsupportedGraphError
+from fxhome.host_room import within_host
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
 from fxhome.placement import Plan
+
+log = logging.getLogger("fxhome")
 
 
 class _PlannedError(BaseException):
@@ -35,18 +40,22 @@ def plan_offline(model: nn.Module, example_args: tuple[Any, ...], options: Optio
         from torch._dynamo.backends.common import aot_autograd
 
         def partition(joint: GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **extra: Any) -> Any:
-            planned = plan_graph(
-                joint,
-                joint_inputs,
-                num_fwd_outputs,
-                options=options,
-                profile=profile,
-                situation=Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes),
-                measure=False,
-                inner=inner,
-                static_lifetime_input_indices=extra.get("static_lifetime_input_indices"),
-            )
-            found.append(planned)
+            def plan(off_host: Collection[str]) -> Planned:
+                return plan_graph(
+                    joint,
+                    joint_inputs,
+                    num_fwd_outputs,
+                    options=options,
+                    profile=profile,
+                    situation=Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes),
+                    measure=False,
+                    inner=inner,
+                    static_lifetime_input_indices=extra.get("static_lifetime_input_indices"),
+                    off_host=off_host,
+                )
+
+            room_bytes = profile.host_memory_bytes if options.host_budget is None else options.host_budget
+            found.append(within_host(plan, room_bytes, functools.partial(log.warning, "fxhome: %s")))
             raise _PlannedError
 
         def never(*_: Any) -> Any:

@@ -8,7 +8,7 @@ this runner with dumping on.
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TypeVar
@@ -183,8 +183,9 @@ def plan_graph(
     inner: str,
     static_lifetime_input_indices: list[int] | None = None,
     replays: Sequence[Plan] = (),
+    off_host: Collection[str] = (),
 ) -> Planned:
-    """Plan one joint graph and write its two graphs.
+    """Plan one joint graph and write its two graphs. Storages named in `off_host` are not moved there.
 
     Raises InfeasibleBudgetError (unless on_infeasible="best_effort"), PlanMismatchError for a foreign plan, and
     UnsupportedGraphError. `joint` itself is not changed.
@@ -212,6 +213,7 @@ def plan_graph(
             codecs=codecs,
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
+            off_host=off_host,
         )
 
     # The backward's tangents are not there yet in between.

@@ -70,12 +70,14 @@ def build_problem(
     outside_bytes: int = 0,
     between_bytes: int = 0,
     codecs: Sequence[StorageCodecs] | None = None,
+    off_host: Collection[str] = (),
 ) -> Problem:
     """Assemble the numbers; storages under 4 KiB are never swapped, nor those under 64 KiB compressed.
 
     outside_bytes: held during the whole backward by nothing in this graph (an eager loss, other graphs' gradients).
     between_bytes: needed only between this forward and its backward (the graphs that run in between).
     codecs: what `choose_codecs` offers, per storage; None compresses nothing.
+    off_host: names of storages for which the host has no room.
     """
     offers = tuple(codecs) if codecs is not None else (NO_CODEC,) * len(facts.storages)
     nodes = len(facts.node_names)
@@ -120,7 +122,11 @@ def build_problem(
         tangent_storage=np.array(facts.tangent_storages, np.int32),
         outside_bytes=np.array([outside_bytes, between_bytes], np.int64),
     )
-    rows = [allowed_placements(s, allow, offer) for s, offer in zip(facts.storages, offers, strict=True)]
+    on_device = set(allow) - {"swap"}
+    rows = [
+        allowed_placements(s, on_device if s.name in off_host else allow, offer)
+        for s, offer in zip(facts.storages, offers, strict=True)
+    ]
     allowed = np.array(rows, bool).reshape(-1, PLACEMENTS)
     for siblings in facts.owns:
         largest = max((facts.storages[s].size_bytes for s in siblings), default=0)

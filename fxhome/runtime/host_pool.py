@@ -93,6 +93,13 @@ class HostPool:
             elif pinned:
                 self._register_all()
 
+    def room_bytes(self) -> int:
+        """Bytes of slots that could still be taken, free ones in existing slabs included."""
+        with self._lock:
+            self._collect()
+            limits = read_host_limits()
+            return max(0, self._reserved_bytes() - self._in_use_bytes + self._growth_room(limits))
+
     def empty(self, size_bytes: int, *, pinned: bool) -> tuple[torch.Tensor, HostSlot | None]:
         """A uint8 tensor of `size_bytes` bytes of unspecified content, and its slot (None for zero bytes).
 
@@ -193,10 +200,7 @@ class HostPool:
         """Add a slab of `wanted_bytes`, or of less but at least `least_bytes` where the budget is nearly used."""
         least = -(-(wanted_bytes if least_bytes is None else least_bytes) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
         limits = read_host_limits()
-        room_bytes = limits.available_bytes - _MARGIN_BYTES
-        if self._budget_bytes is not None:
-            room_bytes = min(limits.available_bytes, self._budget_bytes - self._reserved_bytes())
-        room_bytes = max(0, room_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
+        room_bytes = self._growth_room(limits)
         if least > room_bytes:
             raise HostMemoryError(_too_much("swapping", least, room_bytes, limits, self._budget_bytes))
         try:
@@ -211,6 +215,13 @@ class HostPool:
             self._register_all()
             if not slab.huge_pages or _huge_pages_disabled():
                 self._announce("the kernel gives no huge pages: page-locking is slower and reads by the device too")
+
+    def _growth_room(self, limits: HostLimits) -> int:
+        """Bytes that new slabs may take under the budget and the limits of the host."""
+        room_bytes = limits.available_bytes - _MARGIN_BYTES
+        if self._budget_bytes is not None:
+            room_bytes = min(limits.available_bytes, self._budget_bytes - self._reserved_bytes())
+        return max(0, room_bytes // HUGE_PAGE_BYTES * HUGE_PAGE_BYTES)
 
     def _register_all(self) -> None:
         for slab in self._slabs:
