@@ -6,8 +6,8 @@
     op relu  op pool ...  encode relu ... forward_end ...  decode relu  op relu_backward     compressed on the device
     op relu  op pool ...  encode relu  swap_out relu ...  swap_in_wait relu  decode relu     ... and moved
 
-A `swap_out` stands right behind its producer (or its encode); a wait right before the instruction at which the
-simulator saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list
+A `swap_out` stands right behind its producer (or its encode), or at the layer beside which a synchronous policy copies;
+a wait right before the instruction at which the simulator saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list
 gives the same graphs.
 """
 
@@ -26,17 +26,17 @@ def schedule(facts: GraphFacts, placement: Placements, result: SimResult) -> tup
     waits: list[list[str]] = [[] for _ in range(total + 1)]
     issues: list[list[str]] = [[] for _ in range(total + 1)]
     arrivals: list[list[str]] = [[] for _ in range(total + 1)]
-    encoded_at = {int(entry) - nodes: p for p, entry in enumerate(result.program) if nodes <= entry < nodes + storages}
     moved = [s for s in range(storages) if result.saved[s] and placement[s] in (SWAP, COMPRESS_SWAP)]
     for s in sorted(moved, key=lambda s: (int(result.issue_in[s]), int(result.first_backward[s]), s)):
         issues[result.issue_in[s]].append(facts.storages[s].name)
-    for s in sorted(moved, key=lambda s: encoded_at.get(s, int(result.produced[s]))):
+    for s in sorted(moved, key=lambda s: (int(result.issue_out[s]), s)):
         name = facts.storages[s].name
-        starts[encoded_at.get(s, int(result.produced[s]))].append(name)
+        starts[result.issue_out[s]].append(name)
         waits[result.wait_out[s]].append(name)
-        arrivals[result.first_backward[s]].append(name)
+        arrivals[result.wait_in[s]].append(name)
     out: list[Instruction] = []
     for p in range(total + 1):
+        out += [Instruction("swap_out", name) for name in starts[p]]
         # A copy that ends with the forward is waited for there, so that nothing of it crosses into the backward.
         out += [Instruction("swap_out_wait", name) for name in waits[p]]
         if p == result.forward_length:
@@ -51,7 +51,6 @@ def schedule(facts: GraphFacts, placement: Placements, result: SimResult) -> tup
                 out.append(Instruction("encode", facts.storages[entry - nodes].name))
             else:
                 out.append(Instruction("recompute" if result.recomputed[p] else "op", facts.node_names[entry]))
-            out += [Instruction("swap_out", name) for name in starts[p]]
     return tuple(out)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxhome.passes import simulate_kernels as kernels
+from fxhome.passes import simulate_transfers as copies
 from fxhome.passes.simulate_kernels import (
     COMPRESS,
     COMPRESS_SWAP,
@@ -107,7 +108,8 @@ class SimResult:
     """One placement, run. Positions index `program`; `curve[p]` is the bytes alive while instruction p runs.
 
     An entry of `program` is a node, or n + s / n + storages + s for the encode / decode of storage s (n nodes).
-    forward_length: instructions before the backward. produced / wait_out / issue_in: per storage, -1 where none.
+    forward_length: instructions before the backward. produced, and the places of copies (see `simulate_transfers`): per
+    storage, -1 where none.
     """
 
     peak_bytes: int
@@ -125,8 +127,10 @@ class SimResult:
     last_forward: npt.NDArray[np.int32]
     first_backward: npt.NDArray[np.int32]
     last_backward: npt.NDArray[np.int32]
+    issue_out: npt.NDArray[np.int32]
     wait_out: npt.NDArray[np.int32]
     issue_in: npt.NDArray[np.int32]
+    wait_in: npt.NDArray[np.int32]
     curve: npt.NDArray[np.int64]
     start_us: npt.NDArray[np.float64]
     arrays: SimArrays
@@ -140,7 +144,7 @@ class SimResult:
         return found
 
 
-def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
+def _run(problem: Problem, placement: Placements, budget: int, synchronous: bool) -> SimResult:
     g = problem.arrays
     storages = problem.num_storages
     capacity = 4 * g.node_phase.shape[0] + 64
@@ -153,8 +157,8 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
             break
         capacity *= 4
     curve = np.zeros(total + 2, np.int64)
-    produced, last_forward, first_backward, last_backward, wait_out, issue_in = (
-        np.empty(storages, np.int32) for _ in range(6)
+    produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in = (
+        np.empty(storages, np.int32) for _ in range(8)
     )
     kernels.liveness(
         g,
@@ -171,25 +175,13 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         -1,
         saved,
     )
-    kernels.transfers(
-        g,
-        placement,
-        saved,
-        program,
-        forward,
-        total,
-        problem.link,
-        budget,
-        curve,
-        produced,
-        last_forward,
-        first_backward,
-        last_backward,
-        wait_out,
-        issue_in,
-    )
+    places = (produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in)
+    if synchronous:
+        copies.layer_transfers(g, placement, saved, forward, total, curve, *places)
+    else:
+        copies.transfers(g, placement, saved, program, forward, total, problem.link, budget, curve, *places)
     start_us = np.zeros(total + 1, np.float64)
-    step, stall, out_busy, in_busy = kernels.timeline(
+    step, stall, out_busy, in_busy = copies.timeline(
         g,
         placement,
         saved,
@@ -197,10 +189,10 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         forward,
         total,
         problem.link,
-        produced,
-        first_backward,
+        issue_out,
         wait_out,
         issue_in,
+        wait_in,
         start_us,
     )
     start_us[total] = step
@@ -222,25 +214,32 @@ def _run(problem: Problem, placement: Placements, budget: int) -> SimResult:
         last_forward=last_forward,
         first_backward=first_backward,
         last_backward=last_backward,
+        issue_out=issue_out,
         wait_out=wait_out,
         issue_in=issue_in,
+        wait_in=wait_in,
         curve=curve[: total + 1],
         start_us=start_us,
         arrays=g,
     )
 
 
-def simulate(problem: Problem, placement: Placements, budget: int) -> SimResult:
-    """Build and run the program of `placement` under `budget` bytes for graph storages."""
+def simulate(problem: Problem, placement: Placements, budget: int, *, synchronous: bool = False) -> SimResult:
+    """Build and run the program of `placement` under `budget` bytes for graph storages.
+
+    synchronous: each copy runs beside one layer and is waited for at its end, as vDNN as published does; the budget
+    then steers nothing, and no storage may be encoded on its way (KEEP, SWAP and recomputation only).
+    """
     placement = np.ascontiguousarray(placement, np.int8)
     rows = np.arange(problem.num_storages)
     assert problem.allowed[rows, placement].all(), "a placement that the facts do not allow"
-    return _run(problem, placement, budget)
+    assert not synchronous or not np.isin(placement, (COMPRESS, COMPRESS_SWAP)).any(), "vDNN encodes nothing"
+    return _run(problem, placement, budget, synchronous)
 
 
 def evaluate(problem: Problem, placement: Placements, budget: int) -> tuple[int, float]:
     """(peak bytes, step us) of `placement` under `budget`; the same figures as `simulate`, with nothing kept."""
-    result = _run(problem, placement, budget)
+    result = _run(problem, placement, budget, False)
     return result.peak_bytes, result.step_us
 
 

@@ -308,6 +308,9 @@ class Model:
         now = 0.0
         for position in range(self.total + 1):
             for s in moved:
+                if result.issue_out[s] == position:
+                    out[s] = start(0, int(g.storage_copy_bytes[s]), now)
+            for s in moved:
                 if result.wait_out[s] == position:
                     run_to(np.inf, out[s])
                     now = max(now, out[s][1])
@@ -317,12 +320,9 @@ class Model:
                 if result.issue_in[s] == position:
                     into[s] = start(1, int(g.storage_copy_bytes[s]), now)
             for s in moved:
-                if result.first_backward[s] == position:
+                if result.wait_in[s] == position:
                     run_to(np.inf, into[s])
                     now = max(now, into[s][1])
             node = int(result.program[position])
             now += float(g.node_time_us[node])
-            s = int(g.root_storage[node])
-            if position < self.end and self.swapped(s) and result.produced[s] == position:
-                out[s] = start(0, int(g.storage_copy_bytes[s]), now)
         return now

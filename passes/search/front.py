@@ -14,7 +14,7 @@ from fxhome.passes.search.evaluator import Evaluator, Progress
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
 from fxhome.passes.search.structure import Structure, read_structure
 from fxhome.passes.search.swarm import Ingredients, pso, smallest
-from fxhome.passes.simulate import Problem
+from fxhome.passes.simulate import Problem, simulate
 
 Constructive = Callable[[Structure, Evaluator, Sequence[str] | None], Placements]
 
@@ -126,15 +126,15 @@ def _exhaust(structure: Structure, evaluator: Evaluator) -> StoppedBy:
 
 def _reached(structure: Structure, evaluator: Evaluator, placement: Placements, policy: str, seed: int) -> SearchResult:
     """The outcome of a policy that decides: its own placement, not the best that was simulated on the way."""
-    overflow, step_us = evaluator.score(placement)
-    result = evaluator.run(placement)
     synchronous = policy in SYNCHRONOUS
+    evaluator.score(placement)
+    result = simulate(structure.problem, placement, evaluator.budget_bytes, synchronous=synchronous)
     assert evaluator.minimum_placement is not None, "something was scored"
     return SearchResult(
         placement=placement,
         peak_bytes=result.peak_bytes,
-        step_us=policies.synchronous_step_us(structure, placement) if synchronous else step_us,
-        feasible=overflow == 0,
+        step_us=result.step_us,
+        feasible=result.peak_bytes <= evaluator.budget_bytes,
         evaluations=evaluator.evaluations,
         seconds=evaluator.seconds,
         stopped_by="exhausted" if structure.decisions.shape[0] else "no choice",

@@ -167,31 +167,3 @@ def greedy(s: Structure, evaluator: Evaluator, storage_class: Sequence[str] | No
     """Knapsack by us per byte at the peak, copies priced as if never hidden; simulated again after each batch."""
     placement, _ = repair(s, evaluator, base_placement(s.problem, s.demanded), Prices(link=1.0, share=0.5))
     return placement
-
-
-def synchronous_step_us(s: Structure, placement: Placements) -> float:
-    """Step time where every copy is waited for at the layer it runs beside, as vDNN as published does.
-
-    A copy out runs beside the last forward reader and is waited for at its end; a copy in runs beside the backward
-    layer before the first reader. Nothing is hidden further away.
-    """
-    problem, g = s.problem, s.problem.arrays
-    link = problem.link
-    time = g.node_time_us
-    moved = np.flatnonzero((placement == SWAP) & s.demanded)
-    total = float(time.sum())
-    last: dict[int, int] = {}
-    for v in np.flatnonzero(g.node_phase == FORWARD).tolist():
-        for storage in read_storages(g, v):
-            last[storage] = v
-    out_at: dict[int, float] = {}
-    in_at: dict[int, float] = {}
-    for storage in moved.tolist():
-        size = float(g.storage_copy_bytes[storage])
-        v = last.get(storage, int(g.storage_owner[storage]))
-        out_at[v] = out_at.get(v, 0.0) + link.latency_us + size * link.d2h_us_per_byte
-        w = int(s.first_reader[storage]) - 1
-        in_at[w] = in_at.get(w, 0.0) + link.latency_us + size * link.h2d_us_per_byte
-    for beside in (out_at, in_at):
-        total += sum(max(0.0, us - float(time[v])) for v, us in beside.items())
-    return total

@@ -21,7 +21,8 @@ class SearchResult:
     minimum_peak_bytes: the smallest peak seen, reached by `minimum_placement` at a budget of just that many bytes.
     lower_bound_us: no placement within the budget is faster; None where none was asked for; inf where it proves that
     nothing fits. gap: (step - bound) / bound.
-    sync_transfers: the policy waits for every copy at the layer that starts it (vDNN as published).
+    sync_transfers: the policy waits for every copy at the layer that starts it (vDNN as published): the figures are
+    those of `simulate(..., synchronous=True)`, and so must the program be.
     history: (evaluations, step us) each time the best feasible step improved.
     """
 

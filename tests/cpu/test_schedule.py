@@ -53,10 +53,13 @@ def test_each_swap_is_out_waited_in_waited_in_this_order(example: tuple[GraphFac
     assert all(kinds.count(kind) == len(moved) for kind in ("swap_out", "swap_out_wait", "swap_in", "swap_in_wait"))
 
 
-def test_waits_and_issues_stand_right_before_their_instruction(example: tuple[GraphFacts, Problem]) -> None:
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_waits_and_issues_stand_right_before_their_instruction(
+    example: tuple[GraphFacts, Problem], synchronous: bool
+) -> None:
     facts, problem = example
     placement = placed(problem, SWAP)
-    result = simulate(problem, placement, 30_000)
+    result = simulate(problem, placement, 30_000, synchronous=synchronous)
     program = schedule(facts, placement, result)
     position, places = 0, {}
     for item in program:
@@ -68,8 +71,15 @@ def test_waits_and_issues_stand_right_before_their_instruction(example: tuple[Gr
         name = facts.storages[s].name
         assert places["swap_out_wait", name] == result.wait_out[s]
         assert places["swap_in", name] == result.issue_in[s]
-        assert places["swap_in_wait", name] == result.first_backward[s]
-        assert places["swap_out", name] == result.produced[s] + 1
+        assert places["swap_in_wait", name] == result.wait_in[s]
+        assert places["swap_out", name] == result.issue_out[s]
+        if synchronous:
+            # One layer runs between the start of a copy and its wait.
+            assert result.issue_out[s] == result.last_forward[s] == result.wait_out[s] - 1
+            assert result.wait_in[s] - result.issue_in[s] == 1 or result.issue_in[s] == result.first_backward[s]
+        else:
+            assert result.wait_in[s] == result.first_backward[s]
+            assert result.issue_out[s] == result.produced[s] + 1
 
 
 def test_kept_bytes_add_up_to_the_saved_set(example: tuple[GraphFacts, Problem]) -> None:

@@ -30,6 +30,21 @@ def test_curve_peak_and_time_agree_with_the_model(problem: Problem, budget: int,
 
 
 @many
+@given(problems(), st.data())
+def test_layer_by_layer_copies_agree_with_the_model(problem: Problem, data: st.DataObject) -> None:
+    placement = data.draw(placements(problem))
+    result = simulate(problem, placement, 0, synchronous=True)
+    model = Model(problem, placement, result)
+    assert result.curve.tolist() == model.curve()
+    assert result.step_us == pytest.approx(model.step_us(), abs=1e-6, rel=1e-9)
+    for s in np.flatnonzero((placement == SWAP) & (result.saved == 1)):
+        assert max(result.last_forward[s], result.produced[s] + 1) >= result.issue_out[s] > result.produced[s]
+        assert result.issue_out[s] <= result.wait_out[s] <= result.issue_out[s] + 1
+        assert result.last_forward[s] < result.wait_out[s] <= result.forward_length <= result.issue_in[s]
+        assert result.issue_in[s] <= result.wait_in[s] <= min(result.issue_in[s] + 1, result.first_backward[s])
+
+
+@many
 @given(problems(), budgets, st.data())
 def test_program_is_complete_and_transfers_are_in_order(problem: Problem, budget: int, data: st.DataObject) -> None:
     placement = data.draw(placements(problem))
