@@ -15,6 +15,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
+from fxhome.passes.torch_compat import inductor_generates
+
 MAX_READS_SHARED = 4
 """A result with several readers is written once it would make each of them read more buffers than this."""
 MAX_READS = 8
@@ -75,19 +77,32 @@ _REDUCTION_NAMES = frozenset(
     }
 )
 
-_LOOP_NAMES = frozenset(
+_LIBRARY_NAMES = frozenset(
+    {
+        "aten::mm",
+        "aten::bmm",
+        "aten::addmm",
+        "aten::baddbmm",
+        "aten::mv",
+        "aten::addmv",
+        "aten::dot",
+        "aten::convolution",
+        "aten::_scaled_mm",
+        "aten::_int_mm",
+        "aten::sort",
+        "aten::topk",
+    }
+)
+"""Operators that Inductor lowers to calls of a library, although it has a lowering for them."""
+_INLINING_LOOPS = frozenset(
     {
         "aten::cat",
-        "aten::index_put",
-        "aten::_unsafe_index_put",
-        "aten::scatter",
-        "aten::scatter_add",
-        "aten::embedding_dense_backward",
+        "aten::max_pool2d_with_indices_backward",
         "aten::upsample_nearest2d_backward",
-        "prims::_low_memory_max_pool_with_offsets",
         "prims::_low_memory_max_pool_offsets_to_indices",
     }
 )
+"""Loops whose inputs may be computed inside them. What only a concatenation reads is written into its result."""
 
 
 def operator_name(node: fx.Node) -> str:
@@ -110,7 +125,17 @@ def is_reduction(node: fx.Node) -> bool:
 
 def is_generated_loop(node: fx.Node) -> bool:
     """Whether a fusing compiler writes the kernel of `node` itself, so that it costs the bytes it reads and writes."""
-    return is_pointwise(node) or is_reduction(node) or operator_name(node) in _LOOP_NAMES
+    return is_pointwise(node) or is_reduction(node) or operator_name(node) in _INLINING_LOOPS or _is_lowered(node)
+
+
+def _is_lowered(node: fx.Node) -> bool:
+    if operator_name(node) in _LIBRARY_NAMES or not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    return inductor_generates(node.target)
+
+
+def _inlines_inputs(node: fx.Node) -> bool:
+    return is_pointwise(node) or is_reduction(node) or operator_name(node) in _INLINING_LOOPS
 
 
 def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Node]:
@@ -145,7 +170,7 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
 
 
 def _stays_inside(readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
-    if not readers or not all(is_pointwise(reader) or is_reduction(reader) for reader in readers):
+    if not readers or not all(_inlines_inputs(reader) for reader in readers):
         return False
     if len(read) > MAX_READS or operators > MAX_OPERATORS:
         return False

@@ -1,27 +1,21 @@
-"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler's
-buffers.
+"""Inside Inductor, after fusion: put the transfers where the plan wants them, and read the peak off the scheduler.
 
 Compute keeps the order Inductor chose. Each transfer goes to the slot where the fewest compute kernels stand on the
-wrong
-side of its place in the plan; dependencies always win. The peak counts what the scheduler allocates: inputs of the
-forward
-are resident and not counted, host copies are not on the device, outputs live to the end.
+wrong side of its place in the plan; dependencies always win. What the peak counts is in lowered_buffers.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes.facts import allocated_bytes
+from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
 
-HOLDERS = 40
-MAX_MOVES = 300
-"""Copies moved away from worst moments per graph; each move walks all buffers again."""
+MAX_MOVES = 1000
+"""Copies moved away from worst moments per graph, at most."""
 _RANKS = {
     codec_ops.encode_op: -6,
     ops.swap_out: -5,
@@ -33,24 +27,12 @@ _RANKS = {
     codec_ops.decode_op: -1,
 }
 """Transfers and codecs; at one place, releases stand first, then what takes memory, then what must be there."""
+_RELOADS = (ops.swap_in, codec_ops.swap_in_encoded_op)
 _ARRIVALS = (ops.swap_in_wait, codec_ops.decode_op)
 
 
 # torch 2.12 and later want this class there and take its uuid() into the cache key; 2.11 takes any callable.
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
-
-
-@dataclass(frozen=True)
-class LoweredPeak:
-    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst
-    moment.
-    """
-
-    peak_bytes: int
-    end_bytes: int
-    kernel: str
-    holders: tuple[tuple[str, int], ...] = ()
-    """The largest buffers alive then, largest first."""
 
 
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
@@ -76,12 +58,13 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         """Reorder (if there is anything to move) and measure."""
         from torch._inductor.virtualized import V
 
+        buffers = LoweredBuffers(nodes, self.workspace)
         if self.has_transfers:
             nodes = place_transfers(nodes)
             limit = self.limits[1 if V.graph.is_backward else 0]
             if limit is not None:
-                nodes = relieve(nodes, self.workspace, limit)
-        peak = lowered_peak(nodes, self.workspace)
+                nodes = relieve(nodes, buffers, limit)
+        peak = buffers.peak(nodes)
         if V.graph.is_backward:
             self.backward = peak
         else:
@@ -220,169 +203,72 @@ def _respect_dependencies(wanted: list[Any], nodes: list[Any], followers: dict[A
     return list(done)
 
 
-def lowered_peak(nodes: list[Any], workspace: Mapping[str, int]) -> LoweredPeak:
-    """Walk the scheduler's buffers in order. Sizes are rounded as the allocator of their device rounds them."""
-    curve, end_bytes = _curve(nodes, workspace)
-    worst = max(range(len(curve)), key=curve.__getitem__, default=0)
-    lives = buffer_lives(nodes)
-    alive = [(name, size) for name, (size, start, stop) in lives.items() if start <= worst <= stop and size]
-    holders = tuple(sorted(alive, key=lambda item: -item[1])[:HOLDERS])
-    return LoweredPeak(curve[worst] if curve else 0, end_bytes, _label(nodes[worst]) if nodes else "", holders)
-
-
-def _curve(nodes: list[Any], workspace: Mapping[str, int]) -> tuple[list[int], int]:
-    """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""
-    total = len(nodes)
-    change = [0] * (total + 2)
-    for size, start, stop in buffer_lives(nodes).values():
-        change[start] += size
-        change[stop + 1] -= size
-    curve = []
-    running = 0
-    for step, node in enumerate(nodes):
-        running += change[step]
-        curve.append(running + max((workspace.get(origin.name, 0) for origin in _origins(node)), default=0))
-    return curve, running + change[total]
-
-
-def buffer_lives(nodes: list[Any]) -> dict[str, tuple[int, int, int]]:
-    """(bytes, first step, last step) of every device buffer under this order, inputs that the graph may free
-    included.
-    """
-    from torch._inductor import memory
-    from torch._inductor.virtualized import V
-    from torch.utils._ordered_set import OrderedSet
-
-    graph = V.graph
-    memory.assign_memory_planning_info_for_scheduler_buffers(nodes, graph.scheduler.name_to_buf)
-    inputs = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs.keys()))
-    timeline, _, _ = memory.compute_memory_timeline(nodes, inputs, OrderedSet(graph.get_output_names()))
-    main = "cuda" if "cuda" in graph.device_types else "cpu"
-    total = len(nodes)
-    step_of = {buffer.get_name(): step for step, node in enumerate(nodes) for buffer in node.get_outputs()}
-    lives: dict[str, tuple[int, int, int]] = {}
-    aliases: list[tuple[str, int]] = []
-    for entry in timeline:
-        name = entry.buffer.get_name()
-        buffer = graph.name_to_buffer.get(name)
-        stop = entry.end_step if entry.end_step >= 0 else total
-        if _device_of(name, graph) != main or _is_host(name, graph) or _is_packed(buffer):
-            continue
-        start = max(entry.start_step, 0)
-        source = _unpacked_from(buffer)
-        if source is not None:
-            # The results of one call are allocated by the call; the nodes that unpack them only name them.
-            if (aliased := _waited_for(source)) is not None:
-                aliases.append((aliased, stop))
-                continue
-            start = step_of[source.get_name()]
-        lives[name] = (allocated_bytes(entry.size_free, main), start, stop)
-    for aliased, stop in aliases:
-        if aliased in lives:
-            size, start, last = lives[aliased]
-            lives[aliased] = (size, start, max(last, stop))
-    return lives
-
-
-def relieve(nodes: list[Any], workspace: Mapping[str, int], limit_bytes: int) -> list[Any]:
+def relieve(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:
     """Move copies away from moments over `limit_bytes`: a reload starts later, a source is waited for earlier.
 
     Time is what this costs, never correctness: a reload still stands before its wait, a wait behind its copy and behind
     every reader of the source. Stops when the limit holds or no copy stands in the way.
     """
-    followers = {source: node for node, source in _unpackers(nodes).items()}
+    moves = _Moves(nodes)
     for _ in range(MAX_MOVES):
-        curve, _ = _curve(nodes, workspace)
+        curve, _ = buffers.curve(nodes)
         worst = max(range(len(curve)), key=curve.__getitem__, default=0)
         if not curve or curve[worst] <= limit_bytes:
             break
-        moved = _reload_later(nodes, followers, worst) or _release_earlier(nodes, followers, worst)
+        moved = moves.reload_later(nodes, worst) or moves.release_earlier(nodes, worst)
         if moved is None:
             break
         nodes = moved
     return nodes
 
 
-def _move(nodes: list[Any], node: Any, follower: Any, before: Any) -> list[Any]:
-    block = [node] if follower is None else [node, follower]
-    rest = [other for other in nodes if other not in block]
-    place = rest.index(before)
-    return rest[:place] + block + rest[place:]
+class _Moves:
+    """What may be moved in one graph: which nodes a copy stands before and behind, in whatever order."""
 
+    def __init__(self, nodes: list[Any]) -> None:
+        self.follower = {source: node for node, source in _unpackers(nodes).items()}
+        self.followers = set(self.follower.values())
+        self.readers = _readers(nodes)
+        self.maker = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
+        self.kind = {node: operator for node in nodes if (operator := transfer_of(node)) is not None}
 
-def _reload_later(nodes: list[Any], followers: dict[Any, Any], worst: int) -> list[Any] | None:
-    """Start behind the worst moment the reload that is needed last of those in flight there."""
-    readers = _readers(nodes)
-    index = {node: i for i, node in enumerate(nodes)}
-    best: tuple[int, Any] | None = None
-    for i, node in enumerate(nodes[: worst + 1]):
-        if transfer_of(node) is not ops.swap_in:
-            continue
-        named = followers.get(node, node)
-        waits = [index[reader] for buffer in named.get_outputs() for reader in readers.get(buffer.get_name(), [])]
-        first = min(waits, default=-1)
-        # The node behind the worst one must still stand before the wait.
-        if i <= worst < first - 1 and worst + 1 < len(nodes) and (best is None or first > best[0]):
-            best = (first, node)
-    if best is None:
+    def reload_later(self, nodes: list[Any], worst: int) -> list[Any] | None:
+        """Start behind the worst moment the reload that is needed last of those in flight there."""
+        index = {node: i for i, node in enumerate(nodes)}
+        best: tuple[int, Any] | None = None
+        for i, node in enumerate(nodes[: worst + 1]):
+            if self.kind.get(node) not in _RELOADS:
+                continue
+            named = self.follower.get(node, node)
+            waits = [index[r] for buffer in named.get_outputs() for r in self.readers.get(buffer.get_name(), [])]
+            first = min(waits, default=-1)
+            # The node behind the worst one must still stand before the wait.
+            if i <= worst < first - 1 and worst + 1 < len(nodes) and (best is None or first > best[0]):
+                best = (first, node)
+        if best is None:
+            return None
+        behind = worst + 1
+        while nodes[behind] in self.followers:
+            behind += 1
+        if behind >= best[0]:
+            return None
+        return self._move(nodes, best[1], nodes[behind])
+
+    def release_earlier(self, nodes: list[Any], worst: int) -> list[Any] | None:
+        """Wait before the worst moment for the oldest copy whose source is otherwise done by then."""
+        index = {node: i for i, node in enumerate(nodes)}
+        for wait in nodes[worst + 1 :]:
+            if self.kind.get(wait) is not ops.swap_out_wait:
+                continue
+            needed = [self.maker[dep.name] for dep in wait.unmet_dependencies if dep.name in self.maker]
+            others = [r for dep in wait.read_writes.reads for r in self.readers.get(dep.name, []) if r is not wait]
+            if all(index[node] < worst for node in (*needed, *others)):
+                return self._move(nodes, wait, nodes[worst])
         return None
-    behind = worst + 1
-    while nodes[behind] in followers.values():
-        behind += 1
-    if behind >= best[0]:
-        return None
-    return _move(nodes, best[1], followers.get(best[1]), nodes[behind])
 
-
-def _release_earlier(nodes: list[Any], followers: dict[Any, Any], worst: int) -> list[Any] | None:
-    """Wait before the worst moment for the oldest copy whose source is otherwise done by then."""
-    readers = _readers(nodes)
-    index = {node: i for i, node in enumerate(nodes)}
-    for wait in nodes[worst + 1 :]:
-        if transfer_of(wait) is not ops.swap_out_wait:
-            continue
-        needed = [
-            index[other]
-            for other in nodes
-            if any(b.get_name() in {d.name for d in wait.unmet_dependencies} for b in other.get_outputs())
-        ]
-        if any(i >= worst for i in needed):
-            continue
-        sources = [d.name for d in wait.read_writes.reads]
-        others = [index[r] for name in sources for r in readers.get(name, []) if r is not wait]
-        if any(i >= worst for i in others):
-            continue
-        return _move(nodes, wait, followers.get(wait), nodes[worst])
-    return None
-
-
-def _device_of(name: str, graph: Any) -> str | None:
-    source = graph.graph_inputs.get(name) or graph.name_to_buffer.get(name)
-    device = source.get_device() if source is not None and hasattr(source, "get_device") else None
-    return device.type if device is not None else None
-
-
-def _is_packed(buffer: Any) -> bool:
-    """Whether a buffer stands for the several results of one call and is no memory itself."""
-    return type(getattr(buffer, "layout", None)).__name__ in ("MultiOutputLayout", "NoneLayout")
-
-
-def _unpacked_from(buffer: Any) -> Any:
-    """The call whose result a buffer names, or None."""
-    return buffer.inputs[0] if type(buffer).__name__ == "MultiOutput" else None
-
-
-def _waited_for(call: Any) -> str | None:
-    """The buffer that a wait returns unchanged, or None for any other call."""
-    if getattr(call, "op_overload", None) in (ops.swap_in_wait, ops.swap_out_wait):
-        return str(call.inputs[0].get_name())
-    return None
-
-
-def _is_host(name: str, graph: Any) -> bool:
-    """Whether a buffer is the host copy of a swapped tensor (on CPU, host and device memory have one device type)."""
-    buffer = graph.name_to_buffer.get(name)
-    for candidate in (buffer, *getattr(buffer, "inputs", ())):
-        if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait, codec_ops.swap_out_encoded_op):
-            return True
-    return name.endswith("_host") and name in graph.graph_inputs
+    def _move(self, nodes: list[Any], node: Any, before: Any) -> list[Any]:
+        follower = self.follower.get(node)
+        block = [node] if follower is None else [node, follower]
+        rest = [other for other in nodes if other is not node and other is not follower]
+        place = rest.index(before)
+        return rest[:place] + block + rest[place:]

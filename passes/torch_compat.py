@@ -1,5 +1,7 @@
 """The private names of torch that the passes use, in one place, for torch 2.11 to 2.14."""
 
+import functools
+import importlib
 from typing import Any
 
 import torch
@@ -72,3 +74,10 @@ def donate_nothing() -> None:
     metadata = static_metadata()
     if metadata is not None:
         metadata.bw_donated_idxs = []
+
+
+@functools.cache
+def inductor_generates(target: torch._ops.OpOverload) -> bool:
+    """Whether Inductor has a lowering of its own for an operator, rather than a call of ATen's kernel."""
+    lowering: Any = importlib.import_module("torch._inductor.lowering")
+    return target in lowering.lowerings and target not in lowering.fallbacks

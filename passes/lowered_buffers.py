@@ -1,0 +1,194 @@
+"""What Inductor's scheduler will allocate: every device buffer, who makes it, who reads it; and the peak of any order.
+
+    scheduler nodes -> LoweredBuffers (sizes, makers, readers: the same for every order)
+                    -> lives, curve, peak under one order
+
+Counted like the allocator counts: a storage once however many inputs are views of it, the results of one call from the
+call on, what a wait returns as the buffer that it returns. Inputs of the forward are resident and not counted, host
+copies are not on the device, outputs live to the end.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
+from fxhome.runtime import codec_ops, ops
+
+HOLDERS = 40
+
+
+@dataclass(frozen=True)
+class LoweredPeak:
+    """Bytes of one lowered graph above what is resident: worst moment, end, and which kernel stands at the worst
+    moment.
+    """
+
+    peak_bytes: int
+    end_bytes: int
+    kernel: str
+    holders: tuple[tuple[str, int], ...] = ()
+    """The largest buffers alive then, largest first."""
+
+
+@dataclass(eq=False)
+class LoweredBuffer:
+    """One allocation. `maker` is None for an input; `readers` are the nodes that need it; outputs stay."""
+
+    name: str
+    size_bytes: int
+    maker: Any
+    readers: set[Any]
+    is_output: bool
+
+
+class LoweredBuffers:
+    """The allocations of the graph that Inductor is scheduling. Built inside a scheduler pass, for any order of
+    `nodes`.
+
+    workspace: bytes that an operator's own kernel takes besides its results, by the name of its graph node.
+    """
+
+    def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
+        self.buffers = _collect(list(nodes))
+        self.workspace = {node: size for node in nodes if (size := _workspace_of(node, workspace))}
+
+    def lives(self, order: Sequence[Any]) -> list[tuple[LoweredBuffer, int, int]]:
+        """(buffer, first step, last step) under an order of the nodes; what is returned lives to len(order)."""
+        step = {node: i for i, node in enumerate(order)}
+        found = []
+        for buffer in self.buffers:
+            start = step[buffer.maker] if buffer.maker is not None else 0
+            last = max((step[reader] for reader in buffer.readers), default=start)
+            found.append((buffer, start, len(order) if buffer.is_output else max(start, last)))
+        return found
+
+    def curve(self, order: Sequence[Any]) -> tuple[list[int], int]:
+        """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""
+        total = len(order)
+        change = [0] * (total + 2)
+        for buffer, start, stop in self.lives(order):
+            change[start] += buffer.size_bytes
+            change[stop + 1] -= buffer.size_bytes
+        curve = []
+        running = 0
+        for step, node in enumerate(order):
+            running += change[step]
+            curve.append(running + self.workspace.get(node, 0))
+        return curve, running + change[total]
+
+    def peak(self, order: Sequence[Any]) -> LoweredPeak:
+        """The worst moment of an order."""
+        curve, end_bytes = self.curve(order)
+        if not curve:
+            return LoweredPeak(0, end_bytes, "")
+        worst = max(range(len(curve)), key=curve.__getitem__)
+        alive = [(b.name, b.size_bytes) for b, start, stop in self.lives(order) if start <= worst <= stop]
+        holders = tuple(sorted((item for item in alive if item[1]), key=lambda item: -item[1])[:HOLDERS])
+        return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
+
+
+def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
+    from torch._inductor import memory
+    from torch._inductor.virtualized import V
+    from torch.utils._ordered_set import OrderedSet
+
+    graph = V.graph
+    memory.assign_memory_planning_info_for_scheduler_buffers(nodes, graph.scheduler.name_to_buf)
+    inputs = memory.get_freeable_input_buf(nodes, OrderedSet(graph.graph_inputs.keys()))
+    outputs = set(graph.get_output_names())
+    main = "cuda" if "cuda" in graph.device_types else "cpu"
+    found: dict[str, LoweredBuffer] = {}
+    for buffer in _input_buffers(inputs, graph, main):
+        found[buffer.name] = buffer
+        buffer.is_output = buffer.name in outputs
+    aliases: list[tuple[str, LoweredBuffer]] = []
+    maker_of = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
+    for node in nodes:
+        for scheduled in node.get_outputs():
+            name = scheduled.get_name()
+            ir_buffer = graph.name_to_buffer.get(name)
+            if _device_of(name, graph) != main or _is_host(name, graph) or _is_packed(ir_buffer):
+                continue
+            plan = scheduled.mpi_buffer
+            size = allocated_bytes(plan.size_free, main)
+            made = LoweredBuffer(name, size, node, set(plan.succ_nodes), name in outputs)
+            source = _unpacked_from(ir_buffer)
+            if source is not None:
+                # The results of one call are allocated by the call; the nodes that unpack them only name them.
+                if (aliased := _waited_for(source)) is not None:
+                    aliases.append((aliased, made))
+                    continue
+                made.maker = maker_of[source.get_name()]
+                made.readers.add(node)
+            found[name] = made
+    for aliased, made in aliases:
+        if (original := found.get(aliased)) is not None:
+            original.readers |= made.readers | {made.maker}
+            original.is_output = original.is_output or made.is_output
+    return list(found.values())
+
+
+def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[LoweredBuffer]:
+    """One buffer per storage among the inputs that the graph may free: views of one storage free it together."""
+    values = {str(node.target): node.meta.get("val") for node in graph.orig_gm.graph.nodes if node.op == "placeholder"}
+    by_storage: dict[object, LoweredBuffer] = {}
+    for name, freeable in inputs.items():
+        if _device_of(name, graph) != main or _is_host(name, graph):
+            continue
+        value = values.get(name)
+        key: object = name
+        size = freeable.mpi_buffer.size_free
+        if isinstance(value, torch.Tensor) and (known := storage_key(value)) is not None:
+            key, size = known, storage_nbytes(value)
+        readers = set(freeable.mpi_buffer.succ_nodes)
+        if key in by_storage:
+            by_storage[key].readers |= readers
+        else:
+            by_storage[key] = LoweredBuffer(name, allocated_bytes(size, main), None, readers, False)
+    return list(by_storage.values())
+
+
+def _workspace_of(node: Any, workspace: Mapping[str, int]) -> int:
+    """Workspace of a library call. A generated kernel has none, whichever graph nodes it stems from."""
+    sizes = [
+        workspace.get(origin.name, 0)
+        for inner in node.get_nodes()
+        if inner.node is not None and inner.is_extern()
+        for origin in inner.node.get_origins()
+    ]
+    return max(sizes, default=0)
+
+
+def _device_of(name: str, graph: Any) -> str | None:
+    source = graph.graph_inputs.get(name) or graph.name_to_buffer.get(name)
+    device = source.get_device() if source is not None and hasattr(source, "get_device") else None
+    return device.type if device is not None else None
+
+
+def _is_packed(buffer: Any) -> bool:
+    """Whether a buffer stands for the several results of one call and is no memory itself."""
+    return type(getattr(buffer, "layout", None)).__name__ in ("MultiOutputLayout", "NoneLayout")
+
+
+def _unpacked_from(buffer: Any) -> Any:
+    """The call whose result a buffer names, or None."""
+    return buffer.inputs[0] if type(buffer).__name__ == "MultiOutput" else None
+
+
+def _waited_for(call: Any) -> str | None:
+    """The buffer that a wait returns unchanged, or None for any other call."""
+    if getattr(call, "op_overload", None) in (ops.swap_in_wait, ops.swap_out_wait):
+        return str(call.inputs[0].get_name())
+    return None
+
+
+def _is_host(name: str, graph: Any) -> bool:
+    """Whether a buffer is the host copy of a swapped tensor (on CPU, host and device memory have one device type)."""
+    buffer = graph.name_to_buffer.get(name)
+    for candidate in (buffer, *getattr(buffer, "inputs", ())):
+        if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait, codec_ops.swap_out_encoded_op):
+            return True
+    return name.endswith("_host") and name in graph.graph_inputs
