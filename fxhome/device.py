@@ -20,7 +20,7 @@ import torch
 from fxhome.errors import DeviceError
 from fxhome.json_codec import DecodeError, decode, encode
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +44,8 @@ class DeviceProfile:
     total_memory_bytes: int
     host_memory_bytes: int
     versions: tuple[tuple[str, str], ...]
+    copy_slowdown: float = 1.0
+    """How many times longer computing takes while a copy engine is busy: it shares memory and power."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu"):
@@ -64,7 +66,7 @@ class DeviceProfile:
         return hashlib.sha256(f"{self.kind}|{self.name}|{memory}".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The profile as a JSON document (schema 1)."""
+        """The profile as a JSON document (schema 2)."""
         return json.dumps({"schema": SCHEMA_VERSION, "device_profile": encode(self)}, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:

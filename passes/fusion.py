@@ -103,6 +103,17 @@ _INLINING_LOOPS = frozenset(
     }
 )
 """Loops whose inputs may be computed inside them. What only a concatenation reads is written into its result."""
+_CLONING_LOOPS = frozenset(
+    {
+        "aten::scatter",
+        "aten::scatter_add",
+        "aten::scatter_reduce",
+        "aten::index_put",
+        "aten::_unsafe_index_put",
+        "aten::index_add",
+    }
+)
+"""Loops that copy their first input and then change the copy: that input may be computed while it is copied."""
 
 
 def operator_name(node: fx.Node) -> str:
@@ -134,8 +145,11 @@ def _is_lowered(node: fx.Node) -> bool:
     return inductor_generates(node.target)
 
 
-def _inlines_inputs(node: fx.Node) -> bool:
-    return is_pointwise(node) or is_reduction(node) or operator_name(node) in _INLINING_LOOPS
+def _inlines(reader: fx.Node, source: fx.Node) -> bool:
+    """Whether the kernel of `reader` can compute `source` where it needs it."""
+    if is_pointwise(reader) or is_reduction(reader) or operator_name(reader) in _INLINING_LOOPS:
+        return True
+    return operator_name(reader) in _CLONING_LOOPS and reader.args[0] is source and source not in reader.args[1:]
 
 
 def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Node]:
@@ -159,7 +173,7 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
             operators[node] = max((operators[source] for source in inputs), default=0)
             continue
         count = 1 + sum(operators[source] for source in set(inputs))
-        if is_pointwise(node) and _stays_inside(readers[node], read, count):
+        if is_pointwise(node) and _stays_inside(node, readers[node], read, count):
             virtual.add(node)
             sources[node] = read
             operators[node] = count
@@ -169,8 +183,8 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
     return virtual
 
 
-def _stays_inside(readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
-    if not readers or not all(_inlines_inputs(reader) for reader in readers):
+def _stays_inside(node: fx.Node, readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
+    if not readers or not all(_inlines(reader, node) for reader in readers):
         return False
     if len(read) > MAX_READS or operators > MAX_OPERATORS:
         return False

@@ -138,6 +138,7 @@ def link_of(profile: DeviceProfile) -> Link:
         h2d_us_per_byte=1e6 / profile.h2d_bytes_per_s,
         duplex_slowdown=max(1.0, alone / profile.duplex_bytes_per_s),
         latency_us=profile.copy_latency_us,
+        compute_slowdown=profile.copy_slowdown,
     )
 
 

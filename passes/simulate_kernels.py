@@ -74,6 +74,7 @@ class Link(NamedTuple):
     h2d_us_per_byte: float
     duplex_slowdown: float  # each direction takes this many times longer while both run
     latency_us: float
+    compute_slowdown: float = 1.0  # computing takes this many times longer beside a copy
 
 
 @njit(cache=True)

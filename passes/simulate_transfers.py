@@ -287,7 +287,7 @@ def timeline(  # type: ignore[no-untyped-def]
     """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
 
     Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
-    measured duplex factor. A wait stalls compute until its copy has ended.
+    measured duplex factor. What a copy costs the kernels beside it is charged where the copy starts. A wait stalls compute until its copy has ended.
     """
     storages = g.storage_bytes.shape[0]
     times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
@@ -324,6 +324,7 @@ def timeline(  # type: ignore[no-untyped-def]
     busy = np.zeros(2, np.float64)
     ends = np.zeros(4, np.int64)
     slowdown = link.duplex_slowdown
+    beside = link.compute_slowdown - 1.0
     now = 0.0
     stall = 0.0
     for p in range(total + 1):
@@ -333,6 +334,7 @@ def timeline(  # type: ignore[no-untyped-def]
             out_index[s] = ends[1]
             moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
             out[ends[1], 0] = link.latency_us + moved * link.d2h_us_per_byte
+            now += beside * out[ends[1], 0]
             ends[1] += 1
             s = next_start[s]
         s = by_wait[p]
@@ -352,6 +354,7 @@ def timeline(  # type: ignore[no-untyped-def]
             in_index[s] = ends[3]
             moved = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
             into[ends[3], 0] = link.latency_us + moved * link.h2d_us_per_byte
+            now += beside * into[ends[3], 0]
             ends[3] += 1
             s = next_issue[s]
         s = by_use[p]

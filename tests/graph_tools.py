@@ -16,7 +16,7 @@ from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.simulate import KEEP, Link, Placements, Problem
 
-LINK = Link(d2h_us_per_byte=1e-3, h2d_us_per_byte=1e-3, duplex_slowdown=1.5, latency_us=1.0)
+LINK = Link(d2h_us_per_byte=1e-3, h2d_us_per_byte=1e-3, duplex_slowdown=1.5, latency_us=1.0, compute_slowdown=1.1)
 EVERYTHING = 1 << 40
 
 

@@ -147,7 +147,13 @@ def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw
         if draft.phase[owner] == FORWARD and draft.root[storage] != base:
             allowed[storage, [SWAP, RECOMPUTE, RECOMPUTE_EACH]] = True
     rates = st.sampled_from([0.0, 0.5, 2.0, 10.0])
-    link = Link(draw(rates), draw(rates), draw(st.sampled_from([1.0, 1.5, 2.0])), draw(st.sampled_from([0.0, 3.0])))
+    link = Link(
+        draw(rates),
+        draw(rates),
+        draw(st.sampled_from([1.0, 1.5, 2.0])),
+        draw(st.sampled_from([0.0, 3.0])),
+        draw(st.sampled_from([1.0, 1.06])),
+    )
     return Problem(arrays, link, allowed, np.full(storages, -1, np.int32), (("", ""),) * storages)
 
 
@@ -306,10 +312,12 @@ class Model:
         out: dict[int, list[float]] = {}
         into: dict[int, list[float]] = {}
         now = 0.0
+        beside = link.compute_slowdown - 1.0
         for position in range(self.total + 1):
             for s in moved:
                 if result.issue_out[s] == position:
                     out[s] = start(0, int(g.storage_copy_bytes[s]), now)
+                    now += beside * out[s][0]
             for s in moved:
                 if result.wait_out[s] == position:
                     run_to(np.inf, out[s])
@@ -319,6 +327,7 @@ class Model:
             for s in moved:
                 if result.issue_in[s] == position:
                     into[s] = start(1, int(g.storage_copy_bytes[s]), now)
+                    now += beside * into[s][0]
             for s in moved:
                 if result.wait_in[s] == position:
                     run_to(np.inf, into[s])

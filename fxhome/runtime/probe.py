@@ -23,6 +23,8 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_COPY_BYTES = 64 * 1024
 _SMALL_COPIES = 32
 _LAUNCHES = 200
+_DEVICE_COPIES = 16
+_PRODUCTS = 200
 
 Timer = Callable[[Callable[[], object], int], float]  # (work, repetitions) -> median seconds of one
 
@@ -84,7 +86,12 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
         out_seconds, back_seconds = _median_by_events(out, 7), _median_by_events(back, 7)
         duplex = 2 * block_bytes / _both_ways_seconds(out, back, 4)
         small_seconds = _median_by_events(small_copies, 5) / _SMALL_COPIES
-        device_seconds = _median_by_events(lambda: near_back.copy_(near_out), 10)
+
+        def device_copies() -> None:  # in a row: the start of a single one would be a good part of its time
+            for _ in range(_DEVICE_COPIES):
+                near_back.copy_(near_out)
+
+        device_seconds = _median_by_events(device_copies, 5) / _DEVICE_COPIES
         return DeviceProfile(
             name=name,
             kind=kind,
@@ -98,7 +105,43 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
             total_memory_bytes=total_bytes,
             host_memory_bytes=int(psutil.virtual_memory().total),
             versions=versions,
+            copy_slowdown=_copy_slowdown(out, device),
         )
+
+
+def _copy_slowdown(out: Callable[[], object], device: torch.device) -> float:
+    """Time of matrix products beside copies, over their time alone; in runs long enough for the clock to settle."""
+    size = 4096
+    left = (torch.arange(size * size, device=device).remainder_(251).sub_(125).view(size, size) / 125).bfloat16()
+    target = torch.empty_like(left)
+    copies = torch.cuda.Stream()
+
+    def products() -> None:
+        for _ in range(_PRODUCTS):
+            torch.mm(left, left, out=target)
+
+    def start_copies(seconds: float) -> None:
+        copies.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(copies):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            out()
+            end.record()
+            end.synchronize()
+            for _ in range(1 + int(seconds * 1e3 / max(begin.elapsed_time(end), 1e-3))):
+                out()
+
+    alone_seconds = _median_by_events(products, 3)
+    beside = []
+    for _ in range(3):
+        start_copies(1.2 * alone_seconds)
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        products()
+        end.record()
+        torch.cuda.synchronize()
+        beside.append(begin.elapsed_time(end) * 1e-3)
+    return max(1.0, float(statistics.median(beside)) / alone_seconds)
 
 
 def _median_by_clock(work: Callable[[], object], repetitions: int) -> float:
