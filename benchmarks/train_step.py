@@ -2,15 +2,16 @@
 
     python -m benchmarks.train_step transformer --budgets 24GB 19.2GB 16GB --methods compile fxhome checkpoint_compiled
 
-Every method runs in this one process: a few timed steps (median, spread) and one metered step. fxhome's budgets are
-enforced:
-the allocator is capped at budget + max(256 MiB, 3 %). Writes <out>/<workload>.json and .md; rows that are there already
-are not measured again (--again measures them), so a run can be resumed.
+Every method is compiled and metered first; then all are timed in turns in this one process, so that a drift of clocks
+meets all alike. fxhome's budgets are enforced: the allocator is capped at budget + max(256 MiB, 3 %) while its steps are
+timed and metered. Writes <out>/<workload>_<device>.json, .md and .png; a row that is there already is not measured again
+(--again measures all), so a run can be resumed; `compile` is measured in every run, as what the ratios refer to.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import logging
@@ -20,6 +21,8 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +30,13 @@ import torch
 from torch import nn
 
 import fxhome
+from benchmarks.step_table import picture, table
 from benchmarks.workloads import WORKLOADS
+from fxhome.device import measuring_turn
 
 RECOMPUTE_BUDGETS = (0.8, 0.6, 0.5, 0.3, 0.1)
+REFERENCE = "compile"
+METHODS = ("compile", "fxhome", "partitioner", "checkpoint_compiled", "eager", "checkpoint_eager", "save_on_cpu")
 
 
 def main() -> None:
@@ -39,17 +46,18 @@ def main() -> None:
     parser.add_argument(
         "--budgets", nargs="*", default=["60%"], help="bytes or shares; 'min' = the smallest that is feasible"
     )
-    parser.add_argument(
-        "--methods", nargs="*", default=["eager", "compile", "partitioner", "checkpoint_compiled", "fxhome"]
-    )
+    parser.add_argument("--methods", nargs="*", default=list(METHODS[:4]), choices=METHODS)
     parser.add_argument("--partitioner-budgets", nargs="*", type=float, default=list(RECOMPUTE_BUDGETS))
     parser.add_argument("--batch", type=int)
-    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--steps", type=int, default=4, help="timed steps per turn")
+    parser.add_argument("--rounds", type=int, default=4, help="turns of each method")
+    parser.add_argument("--until", type=float, help="seconds after which no further method is compiled")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--inner", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_step"))
     parser.add_argument("--again", action="store_true")
     parser.add_argument("--allow", nargs="*", help="fxhome's option of that name; all placements unless given")
+    parser.add_argument("--policy", default=None, help="fxhome's option of that name")
     parser.add_argument("--log", action="store_true", help="print what fxhome logs while it plans")
     parser.add_argument("--profile", action="store_true", help="print kernels and who holds the memory at the peak")
     arguments = parser.parse_args()
@@ -59,11 +67,25 @@ def main() -> None:
     Bench(arguments).run()
 
 
+@dataclass
+class Method:
+    """One compiled way to run the step, and what is known of it."""
+
+    name: str
+    step: Callable[[], torch.Tensor]
+    around: AbstractContextManager[Any]
+    """Entered around every one of its steps (checkpointing patches the model)."""
+    figures: dict[str, Any] = field(default_factory=dict)
+    times: list[float] = field(default_factory=list)
+    cap_bytes: int | None = None
+
+
 class Bench:
     """One workload, many methods."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
+        self.began = time.perf_counter()
         self.device = torch.device(arguments.device)
         workload = WORKLOADS[arguments.workload]
         self.batch = arguments.batch or workload.batch[self.device.type]
@@ -73,77 +95,96 @@ class Bench:
         self.rows: dict[str, dict[str, Any]] = {}
         if self.path.exists() and not arguments.again:
             self.rows = json.loads(self.path.read_text())["rows"]
+        # All methods stay compiled side by side on one model.
+        torch._dynamo.config.recompile_limit = 64
 
     def run(self) -> None:
-        """Measure every method that has no row yet."""
+        """Compile and meter every method that has no row yet, then time them in turns."""
+        ready: list[Method] = []
+        for name, build in self.wanted():
+            if name in self.rows and name != REFERENCE:
+                continue
+            if self.arguments.until is not None and time.perf_counter() - self.began > self.arguments.until:
+                print(f"not started, the time is over: {name}", flush=True)
+                continue
+            method = self.prepared(name, build)
+            if method is not None:
+                ready.append(method)
+        with measuring_turn(self.device):
+            for turn in range(self.arguments.rounds):
+                for method in ready if turn % 2 == 0 else reversed(ready):
+                    self.time(method)
+        reference = next((m for m in ready if m.name == REFERENCE and m.times), None)
+        for method in ready:
+            if method.times:
+                method.figures |= {
+                    "step_seconds": statistics.median(method.times),
+                    "fastest_seconds": min(method.times),
+                    "slowest_seconds": max(method.times),
+                }
+                if reference is not None:
+                    method.figures["ratio"] = statistics.median(method.times) / statistics.median(reference.times)
+            self.rows[method.name] = method.figures
+            print(json.dumps({method.name: method.figures}), flush=True)
+        self.write()
+
+    def wanted(self) -> list[tuple[str, Callable[[], Method]]]:
+        """Names of rows and how to build what they measure."""
+        found: list[tuple[str, Callable[[], Method]]] = []
         for method in self.arguments.methods:
             if method == "fxhome":
-                for budget in self.arguments.budgets:
-                    self.row(f"fxhome {budget}", lambda budget=budget: self.fxhome(budget))
+                extra = "".join(f" {kind}" for kind in self.arguments.allow or ())
+                extra += f" {self.arguments.policy}" if self.arguments.policy else ""
+                found += [(f"fxhome {b}{extra}", lambda b=b: self.fxhome(b)) for b in self.arguments.budgets]
             elif method == "partitioner":
-                for share in self.arguments.partitioner_budgets:
-                    self.row(f"activation_memory_budget {share}", lambda share=share: self.partitioner(share))
+                found += [
+                    (f"activation_memory_budget {share}", lambda share=share: self.partitioner(share))
+                    for share in self.arguments.partitioner_budgets
+                ]
             else:
-                self.row(method, getattr(self, method))
+                found.append((method, getattr(self, method)))
+        return found
 
-    def row(self, name: str, measure: Callable[[], dict[str, Any]]) -> None:
-        """Measure one row, keep it, print it; a failure is a row too."""
-        if name in self.rows:
-            return
+    def prepared(self, name: str, build: Callable[[], Method]) -> Method | None:
+        """Compiled, settled and metered; None (and a row that says why) where that failed."""
         began = time.perf_counter()
         try:
-            figures = measure()
+            method = build()
+            method.name = name
+            with method.around:
+                figures = self.meter(method)
+            method.figures = figures | method.figures
         except Exception as error:  # a method that cannot run this workload is a result, told in the table
             traceback.print_exc()
             figures = {"error": f"{type(error).__name__}: {str(error).splitlines()[0][:300]}"}
             if (minimum := getattr(error, "minimum_bytes", None)) is not None:
                 figures["minimum_bytes"] = minimum
-        figures["total_seconds"] = time.perf_counter() - began
-        self.rows[name] = figures
-        print(json.dumps({name: {key: value for key, value in figures.items() if key != "plan"}}), flush=True)
-        if self.device.type == "cuda":
-            torch.cuda.set_per_process_memory_fraction(1.0)
-        self.write()
-        self.clean()
+            self.rows[name] = figures
+            self.write()
+            method = None
+        self.open_cap(None)
+        print(f"{name}: ready after {time.perf_counter() - began:.1f} s", flush=True)
+        return method
 
-    def clean(self) -> None:
-        """Give everything back between two methods."""
-        torch._dynamo.reset()
-        for parameter in self.model.parameters():
-            parameter.grad = None
-        gc.collect()
-        if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def measure(
-        self, step: Callable[[], torch.Tensor], before_metering: Callable[[], None] | None = None
-    ) -> dict[str, Any]:
-        """First step (compiles), timed steps, one metered step."""
+    def meter(self, method: Method) -> dict[str, Any]:
+        """First step (compiles), settling steps, one metered step under the cap."""
         began = time.perf_counter()
-        loss = self.one(step)
+        loss = self.one(method.step)
         self.sync()
         figures: dict[str, Any] = {"first_step_seconds": time.perf_counter() - began, "loss": loss}
-        self.one(step)
-        if before_metering is not None:
-            before_metering()
-        times = []
-        for _ in range(self.arguments.steps):
-            self.sync()
-            begin = time.perf_counter()
-            self.one(step)
-            self.sync()
-            times.append(time.perf_counter() - begin)
-        figures |= {
-            "step_seconds": statistics.median(times),
-            "fastest_seconds": min(times),
-            "slowest_seconds": max(times),
-        }
+        self.one(method.step)
+        if method.name.startswith("fxhome"):
+            method.figures = self.promise()
+            method.cap_bytes = method.figures["cap_bytes"]
         if self.device.type == "cuda":
-            for parameter in self.model.parameters():
-                parameter.grad = None
-            torch.cuda.reset_peak_memory_stats()
-            self.one(step, keep=True)
-            self.sync()
+            with measuring_turn(self.device):
+                self.open_cap(method.cap_bytes)
+                self.one(method.step)
+                for parameter in self.model.parameters():
+                    parameter.grad = None
+                torch.cuda.reset_peak_memory_stats()
+                self.one(method.step, keep=True)
+                self.sync()
             figures |= {
                 "peak_bytes": torch.cuda.max_memory_allocated(),
                 "reserved_bytes": torch.cuda.max_memory_reserved(),
@@ -151,8 +192,33 @@ class Bench:
             norms = [p.grad.float().norm().double() for p in self.model.parameters() if p.grad is not None]
             figures["gradient_norm"] = float(torch.stack(norms).norm())
         if self.arguments.profile and self.device.type == "cuda":
-            _print_profile(lambda: self.one(step))
+            _print_profile(lambda: self.one(method.step))
         return figures
+
+    def time(self, method: Method) -> None:
+        """One turn: a step to settle, then timed ones."""
+        try:
+            with method.around:
+                self.open_cap(method.cap_bytes)
+                self.one(method.step)
+                for _ in range(self.arguments.steps):
+                    self.sync()
+                    begin = time.perf_counter()
+                    self.one(method.step)
+                    self.sync()
+                    method.times.append(time.perf_counter() - begin)
+        except torch.OutOfMemoryError as error:
+            method.figures["error"] = f"out of memory while timed: {str(error).splitlines()[0][:200]}"
+
+    def open_cap(self, cap_bytes: int | None) -> None:
+        """Give everything cached back and set what the allocator may take from here on."""
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            total = torch.cuda.get_device_properties(0).total_memory
+            torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
 
     def one(self, step: Callable[[], torch.Tensor], keep: bool = False) -> float:
         """Forward and backward; gradients are dropped before it."""
@@ -167,32 +233,46 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
 
-    def eager(self) -> dict[str, Any]:
+    def plain(self, step: Callable[[], torch.Tensor], around: AbstractContextManager[Any] | None = None) -> Method:
+        """A method without a name yet."""
+        return Method("", step, around if around is not None else contextlib.nullcontext())
+
+    def eager(self) -> Method:
         """No compiler."""
-        return self.measure(lambda: self.model(*self.inputs))
+        return self.plain(lambda: self.model(*self.inputs))
 
-    def compile(self) -> dict[str, Any]:
+    def compile(self) -> Method:
         """torch.compile with its defaults."""
-        inner = self.arguments.inner or ("inductor" if self.device.type == "cuda" else "aot_eager")
-        step = torch.compile(self.model, backend=inner)
-        return self.measure(lambda: step(*self.inputs))
+        return self.stock(None)
 
-    def partitioner(self, share: float) -> dict[str, Any]:
+    def partitioner(self, share: float) -> Method:
         """torch.compile with activation_memory_budget."""
-        with torch._functorch.config.patch(activation_memory_budget=share):
-            return self.compile()
+        return self.stock(share)
 
-    def checkpoint_compiled(self) -> dict[str, Any]:
+    def stock(self, share: float | None) -> Method:
+        """The stock inner compiler behind a backend of its own, so that no two methods share compiled code."""
+        inner = self.arguments.inner or ("inductor" if self.device.type == "cuda" else "aot_eager")
+        backend = torch._dynamo.lookup_backend(inner)
+
+        def own(module: Any, inputs: Any) -> Any:
+            change = {} if share is None else {"activation_memory_budget": share}
+            with torch._functorch.config.patch(change):
+                return backend(module, inputs)
+
+        step = torch.compile(self.model, backend=own)
+        return self.plain(lambda: step(*self.inputs))
+
+    def checkpoint_compiled(self) -> Method:
         """torch.compile over torch.utils.checkpoint around each block."""
-        with _checkpointed(self.model):
-            return self.compile()
+        method = self.stock(None)
+        method.around = _Checkpointed(self.model)
+        return method
 
-    def checkpoint_eager(self) -> dict[str, Any]:
+    def checkpoint_eager(self) -> Method:
         """torch.utils.checkpoint around each block."""
-        with _checkpointed(self.model):
-            return self.eager()
+        return self.plain(lambda: self.model(*self.inputs), _Checkpointed(self.model))
 
-    def save_on_cpu(self) -> dict[str, Any]:
+    def save_on_cpu(self) -> Method:
         """torch.autograd.graph.save_on_cpu(pin_memory=True)."""
 
         def step() -> torch.Tensor:
@@ -200,61 +280,51 @@ class Bench:
                 loss: torch.Tensor = self.model(*self.inputs)
             return loss
 
-        return self.measure(step)
+        return self.plain(step)
 
-    def fxhome(self, budget: str) -> dict[str, Any]:
+    def fxhome(self, budget: str) -> Method:
         """fxhome under an enforced budget."""
-        asked: object = budget
-        if budget == "min":
-            asked = self.smallest()
-        options: dict[str, object] = {"memory_budget": asked}
-        if self.arguments.inner:
-            options["inner"] = self.arguments.inner
-        if self.arguments.allow is not None:
-            options["allow"] = self.arguments.allow
-        step = torch.compile(self.model, backend="fxhome" if _registered() else _backend(), options=options)
-        cap: list[int] = []
+        asked: object = self.smallest() if budget == "min" else budget
+        step = torch.compile(self.model, backend=_backend(), options=self.options(asked))
+        return self.plain(lambda: step(*self.inputs))
 
-        def enforce() -> None:
-            if self.device.type == "cuda":
-                promised = fxhome.plans()[0].budget_bytes
-                cap.append(promised + max(256 << 20, promised * 3 // 100))
-                gc.collect()
-                torch.cuda.empty_cache()
-                torch.cuda.set_per_process_memory_fraction(
-                    min(1.0, cap[0] / torch.cuda.get_device_properties(0).total_memory)
-                )
+    def options(self, budget: object) -> dict[str, object]:
+        """fxhome's options for a budget, with what the command line says."""
+        given = {"inner": self.arguments.inner, "allow": self.arguments.allow, "policy": self.arguments.policy}
+        return {"memory_budget": budget} | {name: value for name, value in given.items() if value is not None}
 
-        figures = self.measure(lambda: step(*self.inputs), enforce)
-        plan = fxhome.plans()[0]
-        placed = {placement.value: size for placement, size in plan.bytes_by_placement().items() if size}
-        figures |= {
+    def promise(self) -> dict[str, Any]:
+        """What the newest plan says of itself."""
+        graph = fxhome.ledger.graphs()[-1]
+        plan, planned = graph.plan, graph.variants[-1].planned
+        assert plan is not None
+        assert planned is not None
+        return {
             "asked_bytes": plan.budget_bytes,
             "predicted_bytes": plan.predicted_peak_bytes,
             "plan_measured_bytes": plan.measured_peak_bytes,
             "predicted_seconds": plan.predicted_step_seconds,
             "baseline_bytes": plan.baseline_peak_bytes,
             "host_bytes": plan.host_bytes,
-            "placed": placed,
+            "placed": {p.value: size for p, size in plan.bytes_by_placement().items() if size},
             "baseline_seconds": plan.baseline_step_seconds,
+            "gap": plan.gap,
             "search": [plan.search.evaluations, plan.search.seconds, plan.search.stopped_by],
-            "planning": fxhome.ledger.graphs()[0].variants[-1].planned.step_seconds,
-            "cap_bytes": cap[0] if cap else None,
+            "planning": planned.step_seconds,
+            "notes": list(plan.notes),
+            "cap_bytes": plan.budget_bytes + max(256 << 20, plan.budget_bytes * 3 // 100),
         }
-        return figures
 
     def smallest(self) -> int:
         """The smallest budget that fxhome names when it refuses an impossible one."""
-        options = {"memory_budget": "1MiB"} | ({"inner": self.arguments.inner} if self.arguments.inner else {})
         try:
-            torch.compile(self.model, backend=_backend(), options=options)(*self.inputs)
+            torch.compile(self.model, backend=_backend(), options=self.options("1MiB"))(*self.inputs)
         except fxhome.InfeasibleBudgetError as error:
-            self.clean()
             return error.minimum_bytes or 0
         raise AssertionError("a budget of 1 MiB was accepted")
 
     def write(self) -> None:
-        """JSON with everything, Markdown with the table."""
+        """JSON with everything, Markdown with the table, a picture of the front."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "CPU"
         document = {
@@ -268,39 +338,7 @@ class Bench:
         }
         self.path.write_text(json.dumps(document, indent=1) + "\n")
         self.path.with_suffix(".md").write_text(table(document))
-
-
-def table(document: dict[str, Any]) -> str:
-    """The rows as Markdown; peaks in GB (1e9), times in ms."""
-    lines = [
-        f"# {document['workload']}, batch {document['batch']}, {document['device']}",
-        "",
-        f"torch {document['torch']}, Python {document['python']}; `{document['command']}`",
-        "",
-        "| method | step ms (fastest, slowest) | asked GB | predicted GB | measured GB | reserved GB | predicted "
-        "ms | kept / swapped / recomputed GB | first step s |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for name, row in document["rows"].items():
-        if "error" in row:
-            lines.append(f"| {name} | {row['error']} | | | | | | | |")
-            continue
-        times = (
-            f"{row['step_seconds'] * 1e3:.1f} ({row['fastest_seconds'] * 1e3:.1f}, {row['slowest_seconds'] * 1e3:.1f})"
-        )
-        placed = row.get("placed", {})
-        again = placed.get("recompute", 0) + placed.get("recompute_each", 0)
-        shares = (
-            f"{placed.get('keep', 0) / 1e9:.2f} / {placed.get('swap', 0) / 1e9:.2f} / {again / 1e9:.2f}"
-            if placed
-            else ""
-        )
-        cells = [_gb(row.get(key)) for key in ("asked_bytes", "predicted_bytes", "peak_bytes", "reserved_bytes")]
-        predicted = f"{row['predicted_seconds'] * 1e3:.1f}" if "predicted_seconds" in row else ""
-        lines.append(
-            f"| {name} | {times} | {' | '.join(cells)} | {predicted} | {shares} | {row['first_step_seconds']:.1f} |"
-        )
-    return "\n".join(lines) + "\n"
+        picture(document, self.path.with_suffix(".png"))
 
 
 def _print_profile(run: Callable[[], object]) -> None:
@@ -339,49 +377,41 @@ def _print_profile(run: Callable[[], object]) -> None:
         print(f"{count:4d} x {size / 1e6:9.2f} MB  {where}")
 
 
-def _gb(size: int | None) -> str:
-    return "" if size is None else f"{size / 1e9:.2f}"
-
-
-def _registered() -> bool:
-    return "fxhome" in torch._dynamo.list_backends(())
-
-
 def _backend() -> Any:
     from fxhome.backend import fxhome as backend
 
     return backend
 
 
-class _checkpointed:
-    """Wrap every repeated block of a model in torch.utils.checkpoint while the context is open."""
+class _Checkpointed:
+    """Wrap every repeated block of a model in torch.utils.checkpoint while the context is open; it can be entered
+    again."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.blocks = [
+        from torch.utils.checkpoint import checkpoint
+
+        blocks = [
             child
             for module in model.modules()
             if isinstance(module, nn.ModuleList | nn.Sequential)
             for child in module
             if any(True for _ in child.parameters())
         ]
-        outer = [
-            block
-            for block in self.blocks
-            if not any(block is not other and block in list(other.modules()) for other in self.blocks)
-        ]
-        self.blocks = outer
-
-    def __enter__(self) -> None:
-        from torch.utils.checkpoint import checkpoint
-
-        for block in self.blocks:
-            forward = block.forward
-            block.forward = lambda *args, _forward=forward, **kwargs: checkpoint(
+        outer = [b for b in blocks if not any(b is not other and b in list(other.modules()) for other in blocks)]
+        # The same wrappers every time: compiled code is guarded by them.
+        self.wrapped = {
+            block: lambda *args, _forward=block.forward, **kwargs: checkpoint(
                 _forward, *args, use_reentrant=False, **kwargs
             )
+            for block in outer
+        }
+
+    def __enter__(self) -> None:
+        for block, forward in self.wrapped.items():
+            block.forward = forward
 
     def __exit__(self, *_: object) -> None:
-        for block in self.blocks:
+        for block in self.wrapped:
             del block.forward
 
 

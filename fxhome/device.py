@@ -6,13 +6,17 @@ a machine without one. Importing this module touches no device; measuring does (
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import hashlib
 import json
+import logging
 import math
 import os
 import tempfile
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
@@ -21,6 +25,7 @@ from fxhome.errors import DeviceError
 from fxhome.json_codec import DecodeError, decode, encode
 
 SCHEMA_VERSION = 2
+log = logging.getLogger("fxhome")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +33,7 @@ class DeviceProfile:
     """Rates of one device and its link to the host. Bandwidths in bytes per second, times in microseconds.
 
     `duplex_bytes_per_s` is the sum of both directions while both run. `copy_latency_us` is the fixed part of one copy,
-    `launch_us` the cost of one small operator, `memory_bytes_per_s` what a copy kernel reads plus writes.
+    `launch_us` the cost of one small operator, `memory_bytes_per_s` what a pointwise kernel reads plus writes.
     `flops_per_s` has one entry per dtype name ("bfloat16", "float16", "float32"). On a CPU the "link" is memcpy.
     """
 
@@ -110,6 +115,32 @@ def cached_profile(device: torch.device | str) -> DeviceProfile:
     return _measured[key]
 
 
+@contextlib.contextmanager
+def measuring_turn(device: torch.device) -> Iterator[None]:
+    """Wait until no other process of this user measures `device`, and keep the others waiting meanwhile.
+
+    Two processes that time operators on one device at a time would time each other. Where the cache directory cannot
+    be locked, measuring goes on without a turn and says so.
+    """
+    name = f"cuda-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+    path = cache_directory() / f"measuring-{name}.lock"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handle = path.open("w")
+    except OSError as error:
+        log.warning(
+            "%s cannot be locked (%s); another process measuring this device would falsify the times", path, error
+        )
+        yield
+        return
+    with handle:  # closing it gives the turn to the next
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX)
+        except OSError as error:
+            log.warning("%s cannot be locked (%s); the times may be falsified by other processes", path, error)
+        yield
+
+
 _measured: dict[tuple[str, object], DeviceProfile] = {}
 
 
@@ -164,7 +195,8 @@ def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...
 
 
 def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
-    profile = measure_profile(device)
+    with measuring_turn(device):
+        profile = measure_profile(device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)

@@ -22,7 +22,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
-from fxhome.passes.inductor_check import ScheduleCheck
+from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_graph
@@ -47,11 +47,15 @@ def compile_inductor(
         planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
-        call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
+        call: Callable[..., Any] | None
+        try:
+            call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
+        except OverLimitError as found:
+            call, predicted = None, _resident_peak(planned, situation, found)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
-        if over <= 0 or planned.is_best_effort:
+        if call is not None and (over <= 0 or planned.is_best_effort):
             return Variant(call, situation, planned, planned.plan)
         log.warning(
             "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with "
@@ -95,11 +99,22 @@ def _lower_and_check(
 
 
 def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
-    if planned.is_baseline:
-        return ScheduleCheck((), planned.workspace_by_node)
+    if planned.is_baseline or planned.is_best_effort:
+        return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
     room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
-    behind = planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+    behind = _behind_bytes(planned, situation)
     return ScheduleCheck(planned.plan.program, planned.workspace_by_node, room, room - behind)
+
+
+def _behind_bytes(planned: Planned, situation: Situation) -> int:
+    """What the caller and others hold while the backward runs."""
+    return planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+
+
+def _resident_peak(planned: Planned, situation: Situation, found: OverLimitError) -> int:
+    """The peak of the step as far as the graph that was over its limit tells."""
+    behind = _behind_bytes(planned, situation) if found.is_backward else 0
+    return planned.plan.resident_bytes + found.peak.peak_bytes + behind
 
 
 def _plan_only(
@@ -205,6 +220,6 @@ def _checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) 
         return None
     resident = planned.plan.resident_bytes
     forward = check.forward.peak_bytes
-    backward = check.backward.peak_bytes + planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+    backward = check.backward.peak_bytes + _behind_bytes(planned, situation)
     between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
     return resident + max(forward, backward, between)

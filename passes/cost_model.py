@@ -23,10 +23,10 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxhome.device import DeviceProfile, cache_directory
+from fxhome.device import DeviceProfile, cache_directory, measuring_turn
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.fusion import is_generated_loop, is_pointwise, memory_sources
+from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
 from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
@@ -181,12 +181,23 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
     not_written = {node for i, node in enumerate(nodes) if facts.node_kind[i] in (ALIAS, VIRTUAL)}
     sources = memory_sources(nodes, not_written)
     costs: dict[int, float] = {}
+    seen: set[object] = set()
     for i, node in enumerate(nodes):
         if facts.node_kind[i] == VIRTUAL:
             costs[i] = 0.0
         elif facts.node_kind[i] == OWNER and is_generated_loop(node):
             read = sum(_result_bytes(source) for source in sources[node])
-            costs[i] = FUSED_LAUNCH_US + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
+            if is_reduction(node):
+                # Sums of the same elements are taken in one pass: batch norm's backward needs two of them.
+                loop = (facts.node_phase[i], sources[node], str(node.args[1:]))
+                read, launch = (0, 0.0) if loop in seen else (read, FUSED_LAUNCH_US)
+                seen.add(loop)
+            else:
+                launch = FUSED_LAUNCH_US
+            costs[i] = launch + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
+        elif is_effectful(node) and is_generated_loop(node):
+            # A running statistic is written by the kernel that computes it.
+            costs[i] = tensor_bytes(node) / profile.memory_bytes_per_s * 1e6
     return costs
 
 
@@ -199,7 +210,7 @@ def _measure_missing(wanted: dict[str, fx.Node], cache: TimingCache, device_type
     if not missing:
         return
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    with outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
+    with measuring_turn(device), outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
         for signature, node in missing.items():
             try:
                 cache.entries[signature] = time_op(node, device)

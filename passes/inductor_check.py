@@ -9,6 +9,7 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
+from fxhome.passes import lowered_buffers
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
@@ -35,6 +36,17 @@ _ARRIVALS = (ops.swap_in_wait, codec_ops.decode_op)
 _SchedulerPass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
 
+class OverLimitError(BaseException):
+    """Ends a lowering whose peak is over its limit, before any kernel is compiled. Not an Exception: nothing on the way
+    may swallow it.
+    """
+
+    def __init__(self, peak: LoweredPeak, is_backward: bool) -> None:
+        super().__init__(peak)
+        self.peak = peak
+        self.is_backward = is_backward
+
+
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
     """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
     them.
@@ -47,6 +59,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         forward_limit_bytes: int | None = None,
         backward_limit_bytes: int | None = None,
     ) -> None:
+        """The limits: what each graph may hold above what is resident; over it, OverLimitError. None: only measure."""
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.limits = (forward_limit_bytes, backward_limit_bytes)
@@ -59,12 +72,14 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         from torch._inductor.virtualized import V
 
         buffers = LoweredBuffers(nodes, self.workspace)
+        limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
             nodes = place_transfers(nodes)
-            limit = self.limits[1 if V.graph.is_backward else 0]
             if limit is not None:
                 nodes = relieve(nodes, buffers, limit)
         peak = buffers.peak(nodes)
+        if limit is not None and peak.peak_bytes > limit:
+            raise OverLimitError(peak, V.graph.is_backward)
         if V.graph.is_backward:
             self.backward = peak
         else:
@@ -74,7 +89,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Its source alone: what differs between plans is in the graphs already."""
-        return custom_graph_pass.get_hash_for_files((__file__,))
+        return custom_graph_pass.get_hash_for_files((__file__, lowered_buffers.__file__))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a pickled cache key it stands for its source."""

@@ -287,7 +287,8 @@ def timeline(  # type: ignore[no-untyped-def]
     """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
 
     Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
-    measured duplex factor. What a copy costs the kernels beside it is charged where the copy starts. A wait stalls compute until its copy has ended.
+    measured duplex factor. What a copy costs the kernels beside it is charged where the copy starts. A wait stalls
+    compute until its copy has ended.
     """
     storages = g.storage_bytes.shape[0]
     times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)

@@ -23,7 +23,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_COPY_BYTES = 64 * 1024
 _SMALL_COPIES = 32
 _LAUNCHES = 200
-_DEVICE_COPIES = 16
+_DEVICE_SUMS = 16
 _PRODUCTS = 200
 
 Timer = Callable[[Callable[[], object], int], float]  # (work, repetitions) -> median seconds of one
@@ -87,11 +87,16 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
         duplex = 2 * block_bytes / _both_ways_seconds(out, back, 4)
         small_seconds = _median_by_events(small_copies, 5) / _SMALL_COPIES
 
-        def device_copies() -> None:  # in a row: the start of a single one would be a good part of its time
-            for _ in range(_DEVICE_COPIES):
-                near_back.copy_(near_out)
+        # What generated kernels do most: read two tensors, write one. In a row: the start of a single one would be a
+        # good part of its time.
+        left, right = near_out.view(torch.bfloat16), near_back.view(torch.bfloat16)
+        target = torch.empty_like(left)
 
-        device_seconds = _median_by_events(device_copies, 5) / _DEVICE_COPIES
+        def sums() -> None:
+            for _ in range(_DEVICE_SUMS):
+                torch.add(left, right, out=target)
+
+        sum_seconds = _median_by_events(sums, 5) / _DEVICE_SUMS
         return DeviceProfile(
             name=name,
             kind=kind,
@@ -99,7 +104,7 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
             h2d_bytes_per_s=block_bytes / back_seconds,
             duplex_bytes_per_s=duplex,
             copy_latency_us=_fixed_part_us(small_seconds, block_bytes / out_seconds),
-            memory_bytes_per_s=2 * block_bytes / device_seconds,
+            memory_bytes_per_s=3 * block_bytes / sum_seconds,
             launch_us=_launch_us(device, _median_by_events),
             flops_per_s=_matrix_rates(device, 4096, _median_by_events),
             total_memory_bytes=total_bytes,
