@@ -1,4 +1,4 @@
-"""Rows of benchmarks.train_step as a Markdown table and as a picture: peak memory against step time, one line a method."""
+"""Rows of benchmarks.train_step as a Markdown table and as a picture: peak memory against step time."""
 
 from __future__ import annotations
 

@@ -3,9 +3,9 @@
     python -m benchmarks.train_step transformer --budgets 24GB 19.2GB 16GB --methods compile fxhome checkpoint_compiled
 
 Every method is compiled and metered first; then all are timed in turns in this one process, so that a drift of clocks
-meets all alike. fxhome's budgets are enforced: the allocator is capped at budget + max(256 MiB, 3 %) while its steps are
-timed and metered. Writes <out>/<workload>_<device>.json, .md and .png; a row that is there already is not measured again
-(--again measures all), so a run can be resumed; `compile` is measured in every run, as what the ratios refer to.
+meets all alike. fxhome's budgets are enforced: the allocator is capped at budget + max(256 MiB, 3 %) while its steps
+are timed and metered. Writes <out>/<workload>_<device>.json, .md and .png; a row that is there already is not measured
+again (--again measures all), so a run can be resumed; `compile` is measured in every run: the ratios refer to it.
 """
 
 from __future__ import annotations
