@@ -7,7 +7,7 @@ import copy
 import gc
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -104,7 +104,9 @@ class Record:
 
     loss: torch.Tensor
     values: dict[str, torch.Tensor]
-    peaks: list[int] = field(default_factory=list)
+    peaks: list[int]
+    start_bytes: int
+    """Allocated before the first step, records of earlier runs included."""
 
     def differences(self, other: Record) -> list[str]:
         """Names whose values are not bitwise equal."""
@@ -127,6 +129,7 @@ def run(
     **how: Any,
 ) -> Record:
     """Some steps of a copy of `model`, compiled by `torch.compile(..., **how)`, or eager without it."""
+    start_bytes = torch.cuda.memory_allocated()
     own = copy.deepcopy(model)
     step: Step = torch.compile(own, **how) if how else own
     chosen = optimizer(own.parameters()) if optimizer is not None else None
@@ -146,7 +149,7 @@ def run(
             chosen.step()
     values = {f"grad {name}": w.grad.clone() for name, w in own.named_parameters() if w.grad is not None}
     values |= {name: buffer.clone() for name, buffer in own.named_buffers()}
-    return Record(loss, values, peaks)
+    return Record(loss, values, peaks, start_bytes)
 
 
 def planned(budget_bytes: int, inner: str, **options: Any) -> dict[str, Any]:

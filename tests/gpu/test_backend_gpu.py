@@ -107,7 +107,7 @@ def test_with_slack_the_generated_code_is_that_of_torch_compile(workload: Worklo
 
     assert len(stock_code) == 2
     assert code == stock_code
-    assert found.peaks[-1] == expected.peaks[-1]
+    assert found.peaks[-1] - found.start_bytes == expected.peaks[-1] - expected.start_bytes
     (graph,) = ledger.graphs()
     assert graph.variants[-1].planned is not None
     assert graph.variants[-1].planned.is_baseline
