@@ -6,6 +6,7 @@ forward's values in reverse, and weight gradients that live to the end.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -14,6 +15,21 @@ from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, INPUT, OWNER
 
 MIB = 1 << 20
 PCIE = Link(d2h_us_per_byte=1 / 50e3, h2d_us_per_byte=1 / 50e3, duplex_slowdown=1.15, latency_us=8.0)
+
+
+def save_case(path: Path, problem: Problem, classes: Sequence[str]) -> None:
+    """Write a problem with the op class of each storage; `Problem.load` reads the file too."""
+    problem.save(path)
+    with np.load(path) as data:
+        arrays = {name: data[name] for name in data.files}
+    np.savez_compressed(path, storage_class=np.array(classes, dtype=str), **arrays)
+
+
+def load_case(path: Path) -> tuple[Problem, list[str]]:
+    """Read what `save_case` wrote."""
+    with np.load(path) as data:
+        classes = [str(name) for name in data["storage_class"]]
+    return Problem.load(path), classes
 
 
 @dataclass

@@ -84,6 +84,8 @@ class LanguageLoss(nn.Module):
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
+        # Found once, here: for GPT-2 the look-up logs a warning, which would break the graph in two.
+        model.loss_function = model.loss_function
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         """ids: (batch, tokens) int64, also the labels."""

@@ -25,7 +25,7 @@ from fxhome.errors import FxhomeError, SpecError
 from fxhome.json_codec import decode, encode
 from fxhome.options import Options
 from fxhome.placement import Plan
-from fxhome.progress import progress_shown
+from fxhome.progress import announce, progress, progress_shown
 from fxhome.report import placed_bytes
 from fxhome.runtime.host_pool import host_pool
 from fxhome.spec import Workload, load_workload
@@ -123,7 +123,9 @@ def _workload(request: RunRequest, options: Options) -> Workload:
 
 
 def _planned(request: RunRequest, options: Options, workload: Workload, gradients_path: Path) -> tuple[Plan, Training]:
-    fast = fxhome.optimize(workload.model, workload.example_args, **request.options)
+    # Compiling has no bar of its own: this one tells that it goes on.
+    with progress("planning, compiling and metering with fxhome"):
+        fast = fxhome.optimize(workload.model, workload.example_args, **request.options)
     training = train(
         fast,
         workload.model,
@@ -142,6 +144,7 @@ def _planned(request: RunRequest, options: Options, workload: Workload, gradient
 
 def plain_in_child(request: RunRequest, inner: str, folder: Path) -> tuple[Training | None, str | None]:
     """The plain step's figures, or why there are none."""
+    announce(f"training with {inner} alone, in a process of its own")
     process = multiprocessing.get_context("spawn").Process(target=_plain_child, args=(request, inner, str(folder)))
     process.start()
     process.join()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
@@ -25,7 +24,7 @@ from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
-from fxhome.passes.torch_compat import copy_graph
+from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
@@ -176,8 +175,7 @@ def _compile_fx(
     from torch._inductor.compile_fx import compile_fx
 
     # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
-    own = fx.GraphModule(gm, copy_graph(gm.graph))
-    own.meta = dict(gm.meta)
+    own = copy_dynamo_module(gm)
     with torch._functorch.config.patch(enable_autograd_cache=False):
         compiled: Any = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
     result: Callable[..., Any] = compiled

@@ -41,6 +41,16 @@ def progress_shown(shown: bool | None) -> Iterator[None]:
         _wanted.reset(token)
 
 
+def announce(message: str) -> None:
+    """One line for those who see bars, where something long without a bar begins."""
+    if not _is_shown():
+        return
+    if (display := _active.get()) is not None:
+        display.console.print(message, markup=False, highlight=False)
+    else:
+        print(message, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def progress(description: str, total: int | None = None) -> Iterator[Advance]:
     """Show one bar while the block runs (`total` None: amount unknown); a bar inside a bar becomes a second line."""
@@ -48,6 +58,8 @@ def progress(description: str, total: int | None = None) -> Iterator[Advance]:
         yield _ignore
         return
     if (outer := _active.get()) is not None:
+        if not outer.console.is_terminal:
+            announce(f"{description} ...")
         yield _add_task(outer, description, total)
         return
     # rich costs a tenth of a second to import: only those who see a bar pay for it.
@@ -62,7 +74,9 @@ def progress(description: str, total: int | None = None) -> Iterator[Advance]:
         TimeElapsedColumn(),
     )
     console = Console(stderr=True)
-    # A terminal shows the bar while it moves; a file only gets its last state.
+    # A terminal shows the bar while it moves; a file only gets its last state, so it is told the start as well.
+    if not console.is_terminal:
+        announce(f"{description} ...")
     with Progress(*columns, console=console, transient=console.is_terminal) as display:
         token = _active.set(display)
         try:

@@ -52,6 +52,9 @@ class LabelledLoss(nn.Module):
         super().__init__()
         self.model = model
         self.input_name = input_name
+        if hasattr(model, "loss_function"):
+            # Found once, here: for some models the look-up logs a warning, which would break the graph in two.
+            model.loss_function = model.loss_function
 
     def forward(self, inputs: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         """inputs [B, T] tokens or [B, 3, H, W] pixels, labels as the model wants them -> scalar loss."""

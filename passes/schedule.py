@@ -7,8 +7,8 @@
     op relu  op pool ...  encode relu  swap_out relu ...  swap_in_wait relu  decode relu     ... and moved
 
 A `swap_out` stands right behind its producer (or its encode), or at the layer beside which a synchronous policy copies;
-a wait right before the instruction at which the simulator saw the copy end or needed the memory. The rewrite reads nothing else but the codecs' names, so the same list
-gives the same graphs.
+a wait right before the instruction at which the simulator saw the copy end or needed the memory. The rewrite reads
+nothing else but the codecs' names, so the same list gives the same graphs.
 """
 
 import numpy as np

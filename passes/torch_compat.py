@@ -49,6 +49,19 @@ def copy_graph(graph: fx.Graph) -> fx.Graph:
     return new
 
 
+def copy_dynamo_module(module: GraphModule) -> GraphModule:
+    """The same over a copied graph, with what AOTAutograd reads off a Dynamo graph (which inputs are parameters)."""
+    copied = fx.GraphModule(module, copy_graph(module.graph))
+    copied.meta = dict(module.meta)
+    pairs = [(module, copied, "_param_name_to_source")]
+    placeholders = [graph.find_nodes(op="placeholder") for graph in (module.graph, copied.graph)]
+    pairs += [(old, new, "_dynamo_source") for old, new in zip(*placeholders, strict=True)]
+    for old, new, name in pairs:
+        if hasattr(old, name):
+            setattr(new, name, getattr(old, name))
+    return copied
+
+
 def boxed_callable(module: GraphModule) -> Any:
     """Run `module` as one Python function that takes a list, empties it, and drops every value after its last use."""
     graph = module.graph

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor.utils import run_and_get_code
 
 import fxhome
 from fxhome import inner_inductor, ledger
@@ -123,6 +125,23 @@ def test_with_slack_inductor_gets_exactly_the_stock_graphs(checks: list[Schedule
     assert variant.planned is not None
     assert variant.planned.is_baseline
     assert not checks[-1].has_transfers
+
+
+def test_with_slack_the_generated_code_is_that_of_torch_compile(checks: list[ScheduleCheck]) -> None:
+    """Also what AOTAutograd is told of the graph's inputs must be the same: parameters are free to save."""
+    torch.manual_seed(0)
+    model, x = Blocks(count=1), torch.randn(64, 64)
+
+    def code_of(**how: Any) -> list[str]:
+        with torch._functorch.config.patch(enable_autograd_cache=False):
+            _, code = run_and_get_code(lambda: step(model, x, **how))
+        # Graphs are numbered in the order of their traces, and the planning trace is one.
+        return sorted(re.sub(r"AOT ID: \[.*\]", "", text) for text in code)
+
+    expected = code_of(backend="inductor")
+
+    assert len(expected) == 2
+    assert code_of(backend=backend, options={"memory_budget": "1GiB", "inner": "inductor"}) == expected
 
 
 def test_an_impossible_budget_is_refused_by_the_first_call(checks: list[ScheduleCheck]) -> None:

@@ -57,6 +57,21 @@ def test_transformers_language_model(name: str) -> None:
     assert all(weight.is_meta for weight in workload.model.parameters())
 
 
+@pytest.mark.parametrize("name", ["gpt2", "bert", "vit"])
+def test_a_step_is_one_graph(name: str) -> None:
+    """Parts of a broken graph are planned apart, which is worse."""
+    graphs = []
+
+    def count(graph: Any, _: Any) -> Any:
+        graphs.append(graph)
+        return graph
+
+    workload = load(f"transformers:{name}")
+    torch._dynamo.reset()
+    torch.compile(workload.model, backend=count)(*workload.example_args)
+    assert len(graphs) == 1
+
+
 def test_transformers_image_classifier() -> None:
     images, labels = load("transformers:vit").example_args
 

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import copy
-import gc
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 import fxhome
-from fxhome.backend import fxhome as backend
+from fxhome import ledger
+from tests.gpu_tools import Blocks, Record, convolutions, enforced, fresh_device, planned, run, transformer
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -22,111 +22,118 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 
-
-class Blocks(nn.Module):
-    """Pre-norm attention and MLP blocks with a loss."""
-
-    def __init__(self, width: int, count: int, dropout: float = 0.0, attention: bool = True) -> None:
-        super().__init__()
-        self.attention = attention
-        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(count))
-        self.qkv = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(count))
-        self.up = nn.ModuleList(nn.Linear(width, 4 * width) for _ in range(count))
-        self.down = nn.ModuleList(nn.Linear(4 * width, width) for _ in range(count))
-        self.dropout = dropout
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x: (batch, tokens, width)."""
-        for norm, qkv, up, down in zip(self.norms, self.qkv, self.up, self.down, strict=True):
-            h = norm(x)
-            q, k, v = qkv(h).view(*h.shape[:2], 3, 8, -1).permute(2, 0, 3, 1, 4)
-            if self.attention:
-                mixed = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            else:
-                mixed = torch.sigmoid(q) * torch.tanh(k) + v
-            x = x + mixed.transpose(1, 2).reshape(x.shape)
-            x = x + down(F.dropout(F.gelu(up(x)), self.dropout))
-        return x.float().square().mean()
+Workload = Callable[[], tuple[nn.Module, torch.Tensor]]
 
 
 @pytest.fixture(autouse=True)
-def clean_device() -> Iterator[None]:
-    """Every test starts with an empty allocator and leaves no cap behind."""
-    torch._dynamo.reset()
-    gc.collect()
-    torch.cuda.empty_cache()
+def clean_device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every test starts with an empty allocator and leaves no cap behind; cuDNN adds up in a fixed order."""
+    monkeypatch.setattr(torch.backends.cudnn, "deterministic", True)
+    fresh_device()
     yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-    torch._dynamo.reset()
+    fresh_device()
 
 
-def run(
-    model: nn.Module, x: torch.Tensor, steps: int = 3, **how: object
-) -> tuple[torch.Tensor, dict[str, torch.Tensor], int]:
-    """Loss and gradients of the last of some steps of a copy, and that step's peak."""
-    own = copy.deepcopy(model)
-    compiled = torch.compile(own, **how)  # type: ignore[call-overload]
-    for index in range(steps):
-        for weight in own.parameters():
-            weight.grad = None
-        if index == steps - 1:
-            torch.cuda.synchronize()
-            torch.cuda.reset_peak_memory_stats()
-        torch.manual_seed(3)
-        loss = compiled(x)
-        loss.backward()
-    torch.cuda.synchronize()
-    peak = torch.cuda.max_memory_allocated()
-    return (
-        loss.detach(),
-        {name: weight.grad.clone() for name, weight in own.named_parameters() if weight.grad is not None},
-        peak,
-    )
+def assert_promise(found: Record, budget_bytes: int) -> fxhome.Plan:
+    """One plan; every step inside the budget; predicted within 5 % of measured."""
+    (plan,) = fxhome.plans()
+    print(f"asked {budget_bytes}, predicted {plan.predicted_peak_bytes}, measured {plan.measured_peak_bytes}")
+    print(f"peaks {found.peaks}, reserved {plan.measured_reserved_bytes}")
+    assert max(found.peaks) <= budget_bytes
+    assert plan.budget_bytes == budget_bytes
+    assert plan.measured_peak_bytes is not None
+    assert plan.measured_peak_bytes <= budget_bytes
+    assert abs(plan.predicted_peak_bytes - plan.measured_peak_bytes) <= 0.05 * plan.measured_peak_bytes
+    return plan
 
 
 @pytest.mark.parametrize("allow", [["swap"], ["recompute"], ["swap", "recompute"]])
-def test_aot_eager_is_bitwise_right_inside_its_budget(allow: list[str]) -> None:
-    torch.manual_seed(0)
-    # The backward of CUDA's attention adds up in no fixed order: two stock runs differ. Everything else must be equal.
-    model, x = Blocks(512, 6, dropout=0.1, attention=False).cuda(), torch.randn(8, 512, 512, device="cuda")
-    loss, gradients, stock_peak = run(model, x, backend="aot_eager")
+@pytest.mark.parametrize("workload", [lambda: transformer(dropout=0.1), convolutions], ids=["transformer", "cnn"])
+def test_aot_eager_is_bitwise_right_inside_its_budget(workload: Workload, allow: list[str]) -> None:
+    model, x = workload()
+    stock = run(model, x, backend="aot_eager")
+    budget = int(stock.peaks[-1] * 0.75)
 
-    options = {"memory_budget": int(stock_peak * 0.7), "inner": "aot_eager", "allow": allow, "verify": True}
-    found, planned, peak = run(model, x, backend=backend, options=options)
+    with enforced(budget):
+        found = run(model, x, **planned(budget, "aot_eager", allow=allow, verify=True))
+        assert_promise(found, budget)
 
-    plan = fxhome.plans()[0]
-    assert peak <= plan.budget_bytes
-    assert abs(plan.predicted_peak_bytes - peak) <= 0.05 * peak
-    assert torch.equal(found, loss)
-    assert all(torch.equal(planned[name], gradient) for name, gradient in gradients.items())
+    assert found.differences(stock) == []
 
 
 @pytest.mark.parametrize("share", [0.75, 0.6])
-def test_inductor_holds_an_enforced_budget(share: float) -> None:
-    torch.manual_seed(0)
-    model, x = Blocks(1024, 8).cuda().bfloat16(), torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16)
-    loss, gradients, stock_peak = run(model, x, backend="inductor")
-    budget = int(stock_peak * share)
-    torch._dynamo.reset()
-    total = torch.cuda.get_device_properties(0).total_memory
+@pytest.mark.parametrize("name", ["transformer", "cnn"])
+def test_inductor_holds_an_enforced_budget(name: str, share: float) -> None:
+    if name == "cnn":
+        model, x = convolutions()
+    else:
+        torch.manual_seed(0)
+        model = Blocks(1024, 8).cuda().bfloat16()
+        x = torch.randn(8, 1024, 1024, device="cuda", dtype=torch.bfloat16)
+    eager = run(model, x, steps=1)
+    stock = run(model, x, backend="inductor")
+    budget = int(stock.peaks[-1] * share)
+
+    with enforced(budget):
+        found = run(model, x, **planned(budget, "inductor"))
+        plan = assert_promise(found, budget)
+
+    placed = {kind.value: size for kind, size in plan.bytes_by_placement().items() if kind.value != "keep"}
+    assert sum(placed.values()) > 0
+    torch.testing.assert_close(found.loss, stock.loss, rtol=1e-2, atol=1e-3)
+    # Recomputation changes what is fused, hence rounding: no further from eager than Inductor itself, or nearly so.
+    assert found.distance(eager) <= 2 * stock.distance(eager) + 1e-3
+
+
+@pytest.mark.parametrize("workload", [transformer, convolutions])
+def test_with_slack_the_generated_code_is_that_of_torch_compile(workload: Workload) -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    model, x = workload()
+
+    def code_of(**how: Any) -> tuple[Record, list[str]]:
+        # A cached graph would generate nothing.
+        with (
+            torch._inductor.config.patch(fx_graph_cache=False),
+            torch._functorch.config.patch(enable_autograd_cache=False),
+        ):
+            found, code = run_and_get_code(lambda: run(model, x, **how))
+        # Graphs are numbered in the order of their traces, and the planning trace is one.
+        return found, sorted(re.sub(r"AOT ID: \[.*\]", "", text) for text in code)
+
+    expected, stock_code = code_of(backend="inductor")
+    fresh_device()
+    found, code = code_of(**planned(64 << 30, "inductor"))
+
+    assert len(stock_code) == 2
+    assert code == stock_code
+    assert found.peaks[-1] - found.start_bytes == expected.peaks[-1] - expected.start_bytes
+    (graph,) = ledger.graphs()
+    assert graph.variants[-1].planned is not None
+    assert graph.variants[-1].planned.is_baseline
+    assert found.distance(expected) <= 1e-3
+
+
+def test_an_impossible_budget_is_refused_and_its_minimum_works() -> None:
+    model, x = transformer()
     held = torch.cuda.memory_allocated()
+    with pytest.raises(fxhome.InfeasibleBudgetError) as refused:
+        run(model, x, **planned(1 << 20, "inductor"))
+    minimum = refused.value.with_traceback(None).minimum_bytes
+    del refused
+    fresh_device()
+    assert minimum is not None
+    assert torch.cuda.memory_allocated() == held  # nothing of the refused step is kept
 
-    found, planned, peak = run(model, x, backend=backend, options={"memory_budget": budget})
-
-    plan = fxhome.plans()[0]
-    print(f"asked {budget}, predicted {plan.predicted_peak_bytes}, measured {peak}")
-    assert peak <= budget
-    assert abs(plan.predicted_peak_bytes - (plan.measured_peak_bytes or 0)) <= 0.05 * budget
-    torch.testing.assert_close(found, loss, rtol=2e-2, atol=1e-3)
-    for name, gradient in gradients.items():
-        torch.testing.assert_close(planned[name], gradient, rtol=5e-2, atol=5e-3)
-    assert held < total
+    with enforced(minimum):
+        found = run(model, x, **planned(minimum, "inductor"))
+        assert_promise(found, minimum)
 
 
 def test_no_drift_over_many_steps() -> None:
     torch.manual_seed(0)
     model = Blocks(512, 4).cuda().bfloat16()
-    step = torch.compile(model, backend=backend, options={"memory_budget": "70%"})
+    step = torch.compile(model, backend=fxhome.backend.fxhome, options={"memory_budget": "70%"})
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     held = []
     for index in range(40):

@@ -1,0 +1,137 @@
+"""The joint graph of a model without its weights: traced on fake CPU tensors as the inner backend would, never run."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.graph_module import GraphModule
+from torch.utils._pytree import tree_map
+
+from fxhome.errors import FxhomeError, UnsupportedGraphError
+from fxhome.passes.torch_compat import copy_graph
+
+T = TypeVar("T")
+Use = Callable[[GraphModule, object, int, "list[int] | None"], T]
+
+
+class _TracedError(BaseException):
+    """Leaves the trace once the graph was used: it must not be run. Not an Exception, so nothing swallows it."""
+
+
+def trace_joint(model: nn.Module, example_args: tuple[Any, ...], inner: str, use: Use[T]) -> T:
+    """What `use(joint graph, its inputs, number of forward outputs, static inputs)` makes of the first training graph.
+
+    inner: "inductor" or "aot_eager", whose decompositions and rewrites the joint graph has then been through. Raises
+    UnsupportedGraphError where there is no training graph, and what `use` raises of fxhome's own errors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    fake_model, fake_args = _without_data(model, example_args, mode)
+    found: list[T] = []
+    failure: list[FxhomeError] = []
+
+    def partition(joint: GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **extra: Any) -> Any:
+        found.append(use(joint, joint_inputs, num_fwd_outputs, extra.get("static_lifetime_input_indices")))
+        raise _TracedError
+
+    def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        try:
+            if inner == "inductor":
+                _trace_for_inductor(gm, example_inputs, partition)
+            else:
+                _trace_plain(gm, example_inputs, partition)
+        except FxhomeError as error:
+            failure.append(error)
+        except _TracedError:
+            pass
+        return _leave
+
+    try:
+        torch.compile(fake_model, backend=compile_graph)(*fake_args)
+    except _TracedError:
+        pass
+    if failure:
+        raise failure[0]
+    if not found:
+        raise UnsupportedGraphError(
+            "plan: no training graph was found; the model must have a trainable parameter that its outputs depend on"
+        )
+    return found[0]
+
+
+def _leave(*_: Any, **__: Any) -> Any:
+    """Stands for every compiled graph."""
+    raise _TracedError
+
+
+def _trace_plain(gm: GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]) -> None:
+    from torch._dynamo.backends.common import aot_autograd
+
+    compiler = aot_autograd(
+        fw_compiler=_leave,
+        bw_compiler=_leave,
+        inference_compiler=_leave,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+    )
+    compiler(gm, example_inputs)
+
+
+def _trace_for_inductor(gm: GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]) -> None:
+    from torch._inductor.compile_fx import compile_fx
+
+    # compile_fx owns what it is given and may change it.
+    own = fx.GraphModule(gm, copy_graph(gm.graph))
+    own.meta = dict(gm.meta)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compile_fx(
+            own,
+            list(example_inputs),
+            inner_compile=_leave,
+            config_patches={"custom_partitioner_fn": _Partitioner(partition)},
+        )
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Hands the joint graph on; nothing compiled with it is ever kept."""
+
+    def __init__(self, partition: Callable[..., Any]) -> None:
+        self.partition = partition
+
+    def __call__(self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any) -> Any:
+        return self.partition(gm, joint_inputs, **kwargs)
+
+    def uuid(self) -> str:
+        return "fxhome offline"
+
+
+def _without_data(
+    model: nn.Module, example_args: tuple[Any, ...], mode: FakeTensorMode
+) -> tuple[nn.Module, tuple[Any, ...]]:
+    """A copy of the model and its inputs as fake CPU tensors; tied weights stay tied, nothing real is copied."""
+    known: dict[int, Any] = {}
+
+    def fake(tensor: torch.Tensor) -> torch.Tensor:
+        if isinstance(tensor, FakeTensor) and tensor.fake_mode is mode:
+            return tensor
+        if id(tensor) not in known:
+            with mode, torch.no_grad():
+                blank = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            known[id(tensor)] = (
+                nn.Parameter(blank, tensor.requires_grad)
+                if isinstance(tensor, nn.Parameter)
+                else blank.requires_grad_(tensor.requires_grad)
+            )
+        result: torch.Tensor = known[id(tensor)]
+        return result
+
+    for tensor in [*model.parameters(), *model.buffers()]:
+        fake(tensor)
+    memo = dict(known)
+    arguments = tree_map(lambda leaf: fake(leaf) if isinstance(leaf, torch.Tensor) else leaf, example_args)
+    return copy.deepcopy(model, memo), arguments
