@@ -255,18 +255,26 @@ def header_is_valid(head: int, codec_id: int, element_bytes: int, numel: int) ->
 
 
 @device
-def reserve(head: int, tile: int, word: int, vectors: int, lane: int) -> int:
-    """Take the next `vectors` vectors of the tail for the tile and note both words; gives the first, in every lane."""
+def reserve(head: int, vectors: int, lane: int) -> int:
+    """Take the next `vectors` vectors of the tail; only lane 0 learns where. Whatever needs no place is best done
+    before `note_place`, while the answer is on its way."""
     place = uint32(0)
     if lane == 0:
         place = global_add_u32(head + USED_OFFSET, vectors)
-        store_u32x2(head + HEADER_BYTES + tile * WORD_BYTES, word, place)
-    return shuffle(place, uint32(0))
+    return place
+
+
+@device
+def note_place(head: int, tile: int, word: int, reserved: int, lane: int) -> int:
+    """Note the tile's two words; gives its first vector, in every lane. `reserved`: what `reserve` gave."""
+    if lane == 0:
+        store_u32x2(head + HEADER_BYTES + tile * WORD_BYTES, word, reserved)
+    return shuffle(reserved, uint32(0))
 
 
 @device
 def tile_word_and_place(head: int, tile: int) -> Words2:
-    """What `reserve` noted."""
+    """What `note_place` noted."""
     return load_u32x2(head + HEADER_BYTES + tile * WORD_BYTES)
 
 

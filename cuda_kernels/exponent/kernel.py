@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxhome.cuda_kernels.device_floats import join_low_bytes
 from fxhome.cuda_kernels.exponent.format import FORMATS_BY_NAME, HISTOGRAM_BINS, TILE_BYTES, WINDOW
 from fxhome.cuda_kernels.simt import (
     block_count,
@@ -41,9 +42,9 @@ from fxhome.cuda_kernels.units import (
     global_to_shared,
     header_is_valid,
     high_half,
-    join_bytes,
     join_halves,
     low_half,
+    note_place,
     reserve,
     shared_to_global,
     tile_word_and_place,
@@ -80,8 +81,7 @@ def rest_bf16(bits: int) -> int:
 
 @device
 def rest_fp16(bits: int) -> int:
-    extra = uint32(uint32(uint32(bits >> 8) & 3) | uint32(uint32(bits >> 13) & 4))
-    return uint32(uint32(bits & 0xFF) | uint32(extra << 8))
+    return uint32(uint32(uint32(bits & 0x3FF) << 1) | uint32(bits >> 15))
 
 
 @device
@@ -96,9 +96,7 @@ def join_bf16(exponent: int, rest: int) -> int:
 
 @device
 def join_fp16(exponent: int, rest: int) -> int:
-    extra = uint32(rest >> 8)
-    sign_and_exponent = uint32(uint32(uint32(extra & 4) << 13) | uint32(uint32(exponent & 31) << 10))
-    return uint32(sign_and_exponent | uint32(uint32(extra & 3) << 8) | uint32(rest & 0xFF))
+    return uint32(uint32(uint32(rest & 1) << 15) | uint32(uint32(exponent & 31) << 10) | uint32(rest >> 1))
 
 
 @device
@@ -281,8 +279,8 @@ def make_encode(name: str) -> Callable[..., None]:
                     r4, r5, r6, r7 = high_half(r4), high_half(r5), high_half(r6), high_half(r7)
                 shared_store_u32x2(
                     uint32(planes + rest1_offset + unit * 8),
-                    join_bytes(byte_of(r0, 0), byte_of(r1, 0), byte_of(r2, 0), byte_of(r3, 0)),
-                    join_bytes(byte_of(r4, 0), byte_of(r5, 0), byte_of(r6, 0), byte_of(r7, 0)),
+                    join_low_bytes(r0, r1, r2, r3),
+                    join_low_bytes(r4, r5, r6, r7),
                 )
                 if has_extra:
                     extras = uint32(0)
@@ -302,8 +300,9 @@ def make_encode(name: str) -> Callable[..., None]:
                 shared_store_u8(uint32(escapes + count + lane), uint32(0))
             warp_sync()
             vectors = uint32(uint32(count + 15) >> 4)
-            start = reserve(head, tile, uint32(base | uint32(count << 8)), vectors, lane)
+            reserved = reserve(head, vectors, lane)
             shared_to_global(planes, head + planes_offset + tile * plane_bytes, uint32(plane_bytes // 16), lane)
+            start = note_place(head, tile, uint32(base | uint32(count << 8)), reserved, lane)
             shared_to_global(escapes, tail + int64(start) * 16, vectors, lane)
             warp_sync()
 

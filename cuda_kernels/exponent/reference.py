@@ -17,8 +17,7 @@ def _split(elements: Elements, float_format: FloatFormat) -> tuple[Ints, Ints]:
     """(exponent, everything else) of each element."""
     bits = elements.astype(np.int64)
     if float_format.name == "fp16":
-        rest = (bits & 0xFF) | (((bits >> 8) & 3) | ((bits >> 13) & 4)) << 8
-        return (bits >> 10) & 31, rest
+        return (bits >> 10) & 31, (bits & 0x3FF) << 1 | bits >> 15
     mantissa_bits = 7 if float_format.name == "bf16" else 23
     mantissa = bits & ((1 << mantissa_bits) - 1)
     sign = bits >> (mantissa_bits + 8)
@@ -27,8 +26,7 @@ def _split(elements: Elements, float_format: FloatFormat) -> tuple[Ints, Ints]:
 
 def _join(exponent: Ints, rest: Ints, float_format: FloatFormat) -> Ints:
     if float_format.name == "fp16":
-        extra = rest >> 8
-        return (extra & 4) << 13 | (exponent & 31) << 10 | (extra & 3) << 8 | (rest & 0xFF)
+        return (rest & 1) << 15 | (exponent & 31) << 10 | rest >> 1
     mantissa_bits = 7 if float_format.name == "bf16" else 23
     return (rest & 1) << (mantissa_bits + 8) | exponent << mantissa_bits | rest >> 1
 

@@ -39,6 +39,7 @@ from fxhome.cuda_kernels.units import (
     fits,
     global_to_shared,
     header_is_valid,
+    note_place,
     reserve,
     shared_to_global,
     tile_word_and_place,
@@ -127,7 +128,7 @@ def make_encode(width: int, runs: bool) -> Callable[..., None]:
             word, total = count, uint32(vectors + more)
             if count > limit:
                 word, total = uint32(RAW_FLAG), uint32(TILE_BYTES // 16)
-            slot = tail + int64(reserve(head, tile, word, total, lane)) * 16
+            slot = tail + int64(note_place(head, tile, word, reserve(head, total, lane), lane)) * 16
             if count <= limit:
                 shared_to_global(values, slot, vectors, lane)
                 shared_to_global(positions, slot + int64(vectors) * 16, more, lane)

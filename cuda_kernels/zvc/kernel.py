@@ -34,6 +34,7 @@ from fxhome.cuda_kernels.units import (
     global_to_shared,
     header_is_valid,
     make_pick,
+    note_place,
     reserve,
     shared_to_global,
     tile_word_and_place,
@@ -89,9 +90,10 @@ def make_encode(width: int) -> Callable[..., None]:
                 shared_store_u8(uint32(values + count * width + lane), uint32(0))
             warp_sync()
             vectors = uint32(uint32(count * width + 15) >> 4)
-            place = reserve(head, tile, count, vectors, lane)
-            shared_to_global(values, tail + int64(place) * 16, vectors, lane)
+            reserved = reserve(head, vectors, lane)
             shared_to_global(mask, head + planes_offset + tile * mask_bytes, uint32(mask_bytes // 16), lane)
+            place = note_place(head, tile, count, reserved, lane)
+            shared_to_global(values, tail + int64(place) * 16, vectors, lane)
             warp_sync()
 
     return zvc_encode

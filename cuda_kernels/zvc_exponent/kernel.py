@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxhome.cuda_kernels.device_floats import join_low_bytes
 from fxhome.cuda_kernels.exponent.format import WINDOW
 from fxhome.cuda_kernels.exponent.kernel import (
     code_at,
@@ -56,10 +57,10 @@ from fxhome.cuda_kernels.units import (
     global_to_shared,
     header_is_valid,
     high_half,
-    join_bytes,
     join_halves,
     low_half,
     make_pick,
+    note_place,
     reserve,
     shared_to_global,
     tile_word_and_place,
@@ -193,7 +194,6 @@ def make_encode(name: str) -> Callable[..., None]:
             if lane < 16:
                 shared_store_u8(uint32(values + count * width + lane), uint32(0))
             warp_sync()
-            shared_to_global(mask, head + planes_offset + tile * mask_bytes, uint32(mask_bytes // 16), lane)
             signed = uint32(0)
             if ballot(uint32(signs & top_sign) != 0) != 0:
                 signed = uint32(1)
@@ -230,7 +230,9 @@ def make_encode(name: str) -> Callable[..., None]:
             if is_raw:
                 vectors = raw_vectors
                 word = uint32(count | uint32(1 << RAW_SHIFT))
-            start = tail + int64(reserve(head, tile, word, vectors, lane)) * 16
+            reserved = reserve(head, vectors, lane)
+            shared_to_global(mask, head + planes_offset + tile * mask_bytes, uint32(mask_bytes // 16), lane)
+            start = tail + int64(note_place(head, tile, word, reserved, lane)) * 16
             if is_raw:
                 shared_to_global(values, start, vectors, lane)
             else:
@@ -270,8 +272,8 @@ def make_encode(name: str) -> Callable[..., None]:
                             r4, r5, r6, r7 = high_half(r4), high_half(r5), high_half(r6), high_half(r7)
                         store_u32x2(
                             start + int64(uint32(units * rest1_at + unit * 8)),
-                            join_bytes(byte_of(r0, 0), byte_of(r1, 0), byte_of(r2, 0), byte_of(r3, 0)),
-                            join_bytes(byte_of(r4, 0), byte_of(r5, 0), byte_of(r6, 0), byte_of(r7, 0)),
+                            join_low_bytes(r0, r1, r2, r3),
+                            join_low_bytes(r4, r5, r6, r7),
                         )
                         if has_extra:
                             low = uint32(uint32(r0 >> 8) | uint32(uint32(r1 >> 8) << 4))
