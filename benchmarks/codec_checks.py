@@ -14,6 +14,7 @@ from fxhome.cuda_kernels import codec_by_name, codec_names, raise_if_corrupt
 from fxhome.cuda_kernels.codec import as_unsigned
 from fxhome.cuda_kernels.flat import FlatCodec
 from fxhome.cuda_kernels.launch import KernelKey, cached_ptx
+from fxhome.cuda_kernels.overflow import KERNEL as OVERFLOW
 from fxhome.cuda_kernels.tiled import TiledCodec
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -35,7 +36,7 @@ def kernel_keys(name: str) -> set[KernelKey]:
     codec = codec_by_name(name)
     assert isinstance(codec, TiledCodec | FlatCodec)
     dtypes = [dtype for dtype in codec.dtypes if dtype in (*FLOATS, torch.bool, torch.int64)]
-    return {codec.kernel_key(direction, dtype) for direction in ("encode", "decode") for dtype in dtypes}
+    return {OVERFLOW} | {codec.kernel_key(direction, dtype) for direction in ("encode", "decode") for dtype in dtypes}
 
 
 def compile_all() -> None:

@@ -14,7 +14,7 @@ from torch._dynamo.backends.common import aot_autograd
 from fxhome.device import DeviceProfile
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
-from fxhome.passes.codec_choice import choose_codecs
+from fxhome.passes.codec_choice import MIN_ZERO_SHARE, choose_codecs, zero_share
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import extract_facts
 from fxhome.passes.insert_codecs import insert_codecs
@@ -38,6 +38,8 @@ class Placed:
     backward: fx.GraphModule
     bytes_by_codec: dict[str, int]
     saved_bytes: int
+    kinds: dict[str, str]
+    """Storage -> "sparse" (floats that a rectifier made or that follow from one), "dense" (other floats) or "other"."""
 
 
 def place(
@@ -63,7 +65,17 @@ def place(
     for s in np.flatnonzero(result.saved):
         codec = problem.codec_of(int(s), int(placement[s])) or ("swapped plainly" if placement[s] == SWAP else "kept")
         by_codec[codec] = by_codec.get(codec, 0) + facts.storages[s].copy_bytes
-    return Placed(*graphs, by_codec, sum(by_codec.values()))
+    known: dict[fx.Node, float] = {}
+    kinds = {node.name: kind_of(node, known) for node in work.graph.nodes}
+    return Placed(*graphs, by_codec, sum(by_codec.values()), kinds)
+
+
+def kind_of(node: fx.Node, known: dict[fx.Node, float]) -> str:
+    """What a saved tensor counts as when the codecs are judged."""
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not value.dtype.is_floating_point:
+        return "other"
+    return "sparse" if zero_share(node, known) >= MIN_ZERO_SHARE else "dense"
 
 
 def compile_placed(

@@ -1,13 +1,14 @@
 """Swap latency of whole training steps with real activations: all saved tensors swapped, codecs on against off.
 
 Each network is trained for 200 steps on crops of scikit-learn's two sample photographs; then one step is traced once
-and run as it is, with every saved tensor swapped plainly, and with the codecs (lossless; with lossy ones besides). Swap
-latency is the time of all copies and codec kernels, hidden or not, from events on the streams that they run on.
+per precision (fp32; bf16 autocast) and run as it is, with every saved tensor swapped plainly, and with the codecs
+(lossless; with lossy ones besides). Swap latency is the time of all copies and codec kernels, hidden or not, from
+events on the streams that they run on, with the host far ahead of the device; it is told apart by what the tensors are:
+sparse (floats that a rectifier made, or pooling or dropout after one), dense (other floats), other (masks, indices).
 """
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,15 +16,19 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
+from benchmarks.codec_host import step_cost
 from benchmarks.codec_placed import SWAPPED, SWAPPED_ENCODED, Placed, capture_joint, place
+from fxhome.cuda_kernels import dispatch
 from fxhome.device import DeviceProfile, cached_profile
 from fxhome.passes.torch_compat import boxed_callable
-from fxhome.runtime import codec_sites, transfer
+from fxhome.runtime import codec_ops, codec_sites, staging, transfer
 
 NETWORKS = ("vgg16", "resnet50", "squeezenet1_1", "alexnet", "mobilenet_v2", "densenet121")
 CLASSES = 8
+KINDS = ("sparse", "dense", "other")
+SLEEP_CYCLES_PER_MS = 1.7e6
 VARIANTS: dict[str, tuple[tuple[int, ...], bool | str]] = {
     "kept": ((), False),
     "plain": (SWAPPED, False),
@@ -69,12 +74,15 @@ class WithLoss(nn.Module):
     def __init__(self, network: nn.Module) -> None:
         super().__init__()
         self.network = network
+        self.mixed = True
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(self.network(x), y)
+        with torch.autocast("cuda", torch.bfloat16, enabled=self.mixed):
+            scores = self.network(x)
+        return nn.functional.cross_entropy(scores.float(), y)
 
 
-def trained(name: str, batch: int, size: int, steps: int, device: torch.device) -> tuple[nn.Module, Any, float]:
+def trained(name: str, batch: int, size: int, steps: int, device: torch.device) -> tuple[WithLoss, Any, float]:
     """(model with loss, a batch, the last loss) after `steps` steps of momentum SGD."""
     import torchvision
 
@@ -95,107 +103,207 @@ def trained(name: str, batch: int, size: int, steps: int, device: torch.device) 
     return model, batches[0], float(loss.detach())
 
 
+Span = tuple[str, torch.cuda.Event, torch.cuda.Event]
+
+
 @contextmanager
-def transfer_times() -> Iterator[list[tuple[torch.cuda.Event, torch.cuda.Event]]]:
-    """Events around every copy and every codec kernel of the block, each counted once."""
-    spans: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
-    codec_module: Any = importlib.import_module("fxhome.cuda_kernels.codec")
+def transfer_times(kind: Callable[[], str]) -> Iterator[list[Span]]:
+    """Events around every copy and every codec kernel of the block, each counted once, with the kind at that time."""
+    spans: list[Span] = []
+    streams: dict[int, Any] = {}
+
+    def spanned(call: Callable[..., Any], stream_of: Callable[..., int | None]) -> Callable[..., Any]:
+        def timed(*arguments: Any) -> Any:
+            handle = stream_of(*arguments)
+            if handle is None:
+                stream = torch.cuda.current_stream()
+            elif handle == 0:
+                stream = torch.cuda.default_stream()
+            else:
+                stream = streams.setdefault(handle, torch.cuda.ExternalStream(handle))
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record(stream)
+            result = call(*arguments)
+            end.record(stream)
+            spans.append((kind(), start, end))
+            return result
+
+        return timed
+
+    kernel_class: Any = dispatch.PreparedKernel
     queue_class: Any = transfer._CopyQueue
-    run, launch = queue_class.run, codec_module.launch
-    inside: list[int] = []
+    copy, run, launch = queue_class.copy, queue_class.run, kernel_class.__call__
+    moves = {name: getattr(staging, name) for name in ("copy_to_host", "copy_to_device", "copy_overflow")}
 
-    def span(work: Callable[[], Any]) -> Any:
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        result = work()
-        end.record()
-        spans.append((start, end))
-        return result
+    def timed_copy(queue: Any, target: Any, source: Any, slot: Any) -> Any:
+        def work(_: object) -> None:
+            spanned(lambda: target.copy_(source, True), lambda: None)()
 
-    def timed_run(queue: Any, work: Callable[[], Any], slot: Any) -> Any:
-        def counted() -> Any:
-            inside.append(1)
-            try:
-                return span(work)
-            finally:
-                inside.pop()
+        return run(queue, work, slot)
 
-        return run(queue, counted, slot)
-
-    def timed_launch(*arguments: Any) -> None:
-        if inside:
-            launch(*arguments)
-        else:
-            span(lambda: launch(*arguments))
-
-    queue_class.run, codec_module.launch = timed_run, timed_launch
+    plain_class: Any = codec_ops._Plain
+    write, read = plain_class.write, plain_class.read
+    queue_class.copy = timed_copy
+    plain_class.write, plain_class.read = (spanned(move, lambda *_: None) for move in (write, read))
+    kernel_class.__call__ = spanned(launch, lambda _, stream, *__: stream)
+    staging.copy_to_host = spanned(moves["copy_to_host"], lambda *arguments: arguments[3])
+    staging.copy_to_device = spanned(moves["copy_to_device"], lambda *arguments: arguments[3])
+    staging.copy_overflow = spanned(moves["copy_overflow"], lambda *arguments: arguments[1])
     try:
         yield spans
     finally:
-        queue_class.run, codec_module.launch = run, launch
+        queue_class.copy, kernel_class.__call__ = copy, launch
+        plain_class.write, plain_class.read = write, read
+        for name, move in moves.items():
+            setattr(staging, name, move)
 
 
-def measure(placed: Placed, inputs: list[Any], num_fwd_outputs: int, repeats: int) -> dict[str, float]:
-    """Median step time, the median of all transfer times of a step, both in ms."""
-    forward, backward = boxed_callable(placed.forward), boxed_callable(placed.backward)
-    waiting = [node for node in placed.backward.graph.nodes if node.op == "placeholder"]
+class Kinds(fx.Interpreter):
+    """Runs a graph and says of which kind the storage is that the present node moves."""
 
-    def step() -> None:
-        outputs = list(forward(list(inputs)))
-        arguments = outputs[num_fwd_outputs:]
-        del outputs
-        arguments += [torch.ones(tuple(node.meta["val"].shape), device="cuda") for node in waiting[len(arguments) :]]
-        backward(arguments)
+    def __init__(self, module: fx.GraphModule, kinds: dict[str, str], present: list[str]) -> None:
+        super().__init__(module)
+        self.kinds = kinds
+        self.present = present
 
-    for _ in range(4):
-        step()
-        torch.cuda.synchronize()
-    times, busy = [], []
-    for _ in range(repeats):
-        torch.cuda.synchronize()
-        begin = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        times.append((time.perf_counter() - begin) * 1e3)
-    with transfer_times() as spans:
-        for _ in range(3):
-            spans.clear()
-            step()
+    def run_node(self, n: fx.Node) -> Any:
+        """Note the kind."""
+        name = str(n.meta.get("fxhome_source", ""))
+        for suffix in ("_host", "_encoded"):  # what is moved may be the encoded form of what is meant
+            name = name if name in self.kinds else name.rsplit(suffix, 1)[0]
+        self.present[0] = self.kinds.get(name, "other")
+        return super().run_node(n)
+
+
+Run = Callable[[list[Any]], Any]
+
+
+class Step:
+    """One training step of a placed graph."""
+
+    def __init__(self, placed: Placed, inputs: list[Any], num_fwd_outputs: int) -> None:
+        self.placed = placed
+        self.inputs = inputs
+        self.num_fwd_outputs = num_fwd_outputs
+        self.waiting = [node.meta["val"] for node in placed.backward.graph.nodes if node.op == "placeholder"]
+        self.compiled: tuple[Run, Run] = (boxed_callable(placed.forward), boxed_callable(placed.backward))
+
+    def __call__(self, forward: Run, backward: Run) -> None:
+        with torch.no_grad():  # as the compiled graphs run: the backward is a graph of its own
+            outputs = list(forward(list(self.inputs)))
+            arguments = outputs[self.num_fwd_outputs :]
+            del outputs
+            arguments += [
+                torch.ones(tuple(value.shape), dtype=value.dtype, device="cuda")
+                for value in self.waiting[len(arguments) :]
+            ]
+            backward(arguments)
+
+    def measure(self, repeats: int) -> dict[str, float]:
+        """Median step time, and the medians of all transfer times of a step by kind; all in ms."""
+        for _ in range(4):
+            self(*self.compiled)
             torch.cuda.synchronize()
-            busy.append(sum(start.elapsed_time(end) for start, end in spans))
-    return {"step_ms": statistics.median(times), "swap_ms": statistics.median(busy)}
+        times = []
+        for _ in range(repeats):
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            self(*self.compiled)
+            torch.cuda.synchronize()
+            times.append((time.perf_counter() - begin) * 1e3)
+        present = ["other"]
+        graphs = (self.placed.forward, self.placed.backward)
+        forward, backward = (Kinds(graph, self.placed.kinds, present).boxed_run for graph in graphs)
+        rounds: list[dict[str, float]] = []
+        with transfer_times(lambda: present[0]) as spans:
+            for _ in range(2):
+                spans.clear()
+                # The device sleeps while the host queues the step: a span then holds no time of the host's.
+                torch.cuda._sleep(int(SLEEP_CYCLES_PER_MS * min(200.0, 30.0 + 2 * statistics.median(times))))
+                self(forward, backward)
+                torch.cuda.synchronize()
+                busy = dict.fromkeys(KINDS, 0.0)
+                for kind, start, end in spans:
+                    busy[kind] += start.elapsed_time(end)
+                rounds.append(busy)
+        by_kind = {f"{kind}_ms": statistics.median(busy[kind] for busy in rounds) for kind in KINDS}
+        return {"step_ms": statistics.median(times), "swap_ms": sum(by_kind.values()), **by_kind}
 
 
 def swap_latency(
-    networks: tuple[str, ...], batch: int, size: int, steps: int, repeats: int, say: Callable[..., None]
+    networks: tuple[str, ...], batch: int, size: int, steps: int, repeats: int, seconds: float, say: Callable[..., None]
 ) -> None:
-    """One row per network and variant, told to `say(section, case, **values)`."""
+    """One row per network, precision and variant, told to `say(section, case, **values)`; no network is begun after
+    `seconds`."""
     device = torch.device("cuda")
     profile: DeviceProfile = cached_profile(device)
+    started = time.perf_counter()
+    totals: dict[tuple[str, str, str], float] = {}
     for name in networks:
         begin = time.perf_counter()
+        if begin - started > seconds:
+            say("swap latency", f"{name}", skipped=f"{seconds:.0f} seconds are over")
+            continue
         model, data, loss = trained(name, batch, size, steps, device)
-        joint, num_fwd_outputs, inputs = capture_joint(model, *data)
-        base: dict[str, float] = {}
-        plain: dict[str, float] = {}
-        for variant, (order, lossy) in VARIANTS.items():
-            codec_sites.clear()
-            placed = place(joint, num_fwd_outputs, profile, order, lossy)
-            found = measure(placed, inputs, num_fwd_outputs, repeats)
-            base = found if variant == "kept" else base
-            plain = found if variant == "plain" else plain
-            row: dict[str, Any] = {"loss": loss, "saved_mib": placed.saved_bytes / 2**20, **found}
-            row["exposed_ms"] = found["step_ms"] - base["step_ms"]
-            if variant not in ("kept", "plain"):
-                row["swap_reduced_by"] = 1 - found["swap_ms"] / plain["swap_ms"]
-                row["exposed_reduced_by"] = 1 - row["exposed_ms"] / max(1e-9, plain["step_ms"] - base["step_ms"])
-                row["mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.bytes_by_codec.items()}
-                row["seen"] = "; ".join(codec_sites.notes(joint_key(placed)))
-            say("swap latency", f"{name} {variant}", **row)
-            del placed
-        say("swap latency", f"{name} total", seconds=time.perf_counter() - begin)
-        del model, data, joint, inputs
+        for precision in ("fp32", "bf16"):
+            model.mixed = precision == "bf16"
+            joint, num_fwd_outputs, inputs = capture_joint(model, *data)
+            base: dict[str, float] = {}
+            plain: dict[str, float] = {}
+            for variant, (order, lossy) in VARIANTS.items():
+                codec_sites.clear()
+                placed = place(joint, num_fwd_outputs, profile, order, lossy)
+                found = Step(placed, inputs, num_fwd_outputs).measure(repeats)
+                base = found if variant == "kept" else base
+                plain = found if variant == "plain" else plain
+                for kind in KINDS:
+                    key = (precision, variant, kind)
+                    totals[key] = totals.get(key, 0.0) + found[f"{kind}_ms"]
+                row: dict[str, Any] = {"saved_mib": placed.saved_bytes / 2**20, **found}
+                row["exposed_ms"] = found["step_ms"] - base["step_ms"]
+                if variant not in ("kept", "plain"):
+                    row |= reductions(found, plain)
+                    row["exposed_less"] = 1 - row["exposed_ms"] / max(1e-9, plain["step_ms"] - base["step_ms"])
+                    row["mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.bytes_by_codec.items()}
+                    row["seen"] = "; ".join(codec_sites.notes(joint_key(placed)))
+                say("swap latency", f"{name} {precision} {variant}", **row)
+                del placed
+            del joint, inputs
+        say("swap latency", f"{name} total", loss=loss, seconds=time.perf_counter() - begin)
+        del model, data
         torch.cuda.empty_cache()
+    for precision in ("fp32", "bf16"):
+        sums = {
+            variant: {f"{kind}_ms": totals.get((precision, variant, kind), 0.0) for kind in KINDS}
+            for variant in VARIANTS
+        }
+        for found in sums.values():
+            found["swap_ms"] = sum(found.values())
+        for variant in ("lossless", "lossy int8"):
+            say("all networks", f"{precision} {variant}", **sums[variant], **reductions(sums[variant], sums["plain"]))
+
+
+def reductions(found: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
+    """By how much the codecs reduce swap latency: of the sparse tensors, the dense ones, all."""
+    columns = {"sparse_less": "sparse_ms", "dense_less": "dense_ms", "all_less": "swap_ms"}
+    return {name: 1 - found[column] / plain[column] for name, column in columns.items() if plain[column]}
+
+
+def host_cost_of_a_step(name: str, batch: int, size: int, say: Callable[..., None]) -> None:
+    """Host microseconds per call of every operator in a step of a network with all saved tensors swapped."""
+    device = torch.device("cuda")
+    model, data, _ = trained(name, batch, size, 5, device)
+    model.mixed = False
+    joint, num_fwd_outputs, inputs = capture_joint(model, *data)
+    for variant, (order, lossy) in VARIANTS.items():
+        codec_sites.clear()
+        step = Step(place(joint, num_fwd_outputs, cached_profile(device), order, lossy), inputs, num_fwd_outputs)
+        for _ in range(4):
+            step(*step.compiled)
+            torch.cuda.synchronize()
+        print(f"-- {name} {variant}", flush=True)
+        for row in step_cost(step, step.placed.forward, step.placed.backward, step.compiled):
+            say("host cost of a step", f"{name} {variant} {row.pop('operator')}", **row)
 
 
 def joint_key(placed: Placed) -> str:

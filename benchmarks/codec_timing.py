@@ -1,5 +1,5 @@
 """Timing and transfer helpers for the codec benchmark: a registered huge-page host buffer, medians by CUDA events,
-pipelines."""
+the runtime's staged transfers."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import numpy as np
 import torch
 
 from fxhome.cuda_kernels import Codec
-
-CHUNKS = 8
-"""Pieces of a tensor whose encoding and copying overlap in the pipelined measurements."""
+from fxhome.runtime.codec_ops import used_tail_bytes
+from fxhome.runtime.codec_sites import MARGIN_BYTES
+from fxhome.runtime.staging import chunk_kernels, staging_of
 
 
 def registered_buffer(size_bytes: int) -> torch.Tensor:
@@ -66,71 +66,54 @@ def plain_rates(host: torch.Tensor, size_bytes: int) -> Rates:
     return Rates(size_bytes / to_host / 1e6, size_bytes / from_host / 1e6, 2 * size_bytes / on_device / 1e6)
 
 
-@dataclass(frozen=True)
-class Buffers:
-    """Encoded buffers of one tensor on both sides."""
-
-    head_host: torch.Tensor
-    tail_host: torch.Tensor
-    head_device: torch.Tensor
-    tail_device: torch.Tensor
-
-    @property
-    def host_bytes(self) -> int:
-        """Host bytes from the start of the head to the end of the tail, rounded up to pages."""
-        return -(-self.head_host.numel() // 4096) * 4096 + -(-self.tail_host.numel() // 4096) * 4096
-
-
-def encoded_buffers(codec: Codec, source: torch.Tensor, host: torch.Tensor) -> Buffers:
-    head_bytes = codec.head_bytes(source.numel(), source.dtype)
-    tail_bytes = codec.tail_bytes(source.numel(), source.dtype)
-    tail_start = -(-head_bytes // 4096) * 4096
-    return Buffers(
-        host[:head_bytes],
-        host[tail_start : tail_start + tail_bytes],
-        torch.empty(head_bytes, dtype=torch.uint8, device="cuda"),
-        torch.empty(tail_bytes, dtype=torch.uint8, device="cuda"),
-    )
-
-
-def split_like_storage(tensor: torch.Tensor, pieces: int) -> list[torch.Tensor]:
-    """Flat pieces whose sizes are multiples of 4096 elements, the last one excepted."""
-    flat = tensor.view(-1)
-    step = -(-flat.numel() // pieces // 4096) * 4096
-    return [flat[start : start + step] for start in range(0, flat.numel(), step)]
-
-
-class Pipeline:
-    """Encodes pieces on the current stream while a copy stream moves the heads of earlier ones; tails go straight to
-    the host."""
+class StagedTransfer:
+    """A tensor's way to the host and back as the runtime does it: chunk by chunk through the staging buffers, the copy
+    engine told the last size seen and a margin on the way out, the exact sizes on the way back."""
 
     def __init__(self, codec: Codec, source: torch.Tensor, host: torch.Tensor) -> None:
-        self.codec = codec
-        self.pieces = split_like_storage(source, CHUNKS)
-        self.copy_stream = torch.cuda.Stream()
-        self.buffers = []
-        start = 0
-        for piece in self.pieces:
-            buffers = encoded_buffers(codec, piece, host[start:])
-            self.buffers.append(buffers)
-            start += buffers.host_bytes
+        index = source.device.index
+        assert index is not None
+        size_bytes = source.numel() * source.dtype.itemsize
+        self.source, self.host, self.codec = source, host, codec
+        self.staging = staging_of(index)
+        self.staging.reserve(size_bytes)
+        self.encode = chunk_kernels(codec.name, "encode", size_bytes, source.dtype, index)
+        self.decode = chunk_kernels(codec.name, "decode", size_bytes, source.dtype, index)
+        self.copies, self.start = torch.cuda.Stream(), torch.cuda.Event()
+        self.notes = [0] * len(self.encode)
+        self.bounds = [chunk.worst_case_bytes for chunk, _ in self.encode]
+        self.exact = list(self.bounds)
+        self.to_host()
+        torch.cuda.synchronize()
+        self.learn()
+
+    def learn(self) -> None:
+        """Read the sizes of the last transfer."""
+        for number, (chunk, _) in enumerate(self.encode):
+            if self.codec.fixed_rate:
+                continue
+            used = used_tail_bytes(self.host.data_ptr() + chunk.slot_offset)
+            self.exact[number] = chunk.head_bytes + used
+            bound = self.exact[number] + MARGIN_BYTES + used // 64 // 16 * 16
+            self.bounds[number] = min(bound, chunk.worst_case_bytes)
+
+    @property
+    def encoded_bytes(self) -> int:
+        """What is in use of the encoded form."""
+        return sum(self.exact)
 
     def to_host(self) -> None:
-        compute = torch.cuda.current_stream()
-        for piece, buffers in zip(self.pieces, self.buffers, strict=True):
-            self.codec.encode(piece, buffers.head_device, tail=buffers.tail_host)
-            self.copy_stream.wait_stream(compute)
-            with torch.cuda.stream(self.copy_stream):
-                buffers.head_host.copy_(buffers.head_device, non_blocking=True)
-        compute.wait_stream(self.copy_stream)
+        """Queue it; the current stream waits for the end."""
+        current = torch.cuda.current_stream()
+        self.start.record(current)
+        self.copies.wait_event(self.start)
+        addresses = self.source.data_ptr(), self.host.data_ptr()
+        self.staging.to_host(self.encode, self.bounds, self.notes, *addresses, self.copies, self.start)
+        current.wait_stream(self.copies)
 
-    def from_host(self, targets: list[torch.Tensor]) -> None:
-        compute = torch.cuda.current_stream()
-        self.copy_stream.wait_stream(compute)
-        for target, buffers in zip(targets, self.buffers, strict=True):
-            with torch.cuda.stream(self.copy_stream):
-                buffers.head_device.copy_(buffers.head_host, non_blocking=True)
-                arrived = torch.cuda.Event()
-                arrived.record()
-            compute.wait_event(arrived)
-            self.codec.decode(buffers.head_device, target, tail=buffers.tail_host)
+    def from_host(self, target: torch.Tensor) -> None:
+        """Queue the way back into `target`; the current stream waits for the end."""
+        current = torch.cuda.current_stream()
+        self.copies.wait_stream(current)
+        addresses = self.host.data_ptr(), target.data_ptr()
+        current.wait_stream(self.staging.from_host(self.decode, self.exact, True, *addresses, self.copies))

@@ -3,6 +3,7 @@
     python -m benchmarks.codec_training                       training quality, on the GPU or small on a CPU
     python -m benchmarks.codec_training --through public      the same through the public options, under a tight budget
     python -m benchmarks.codec_training --swap-latency        swap latency of six networks (GPU only)
+    python -m benchmarks.codec_training --host-cost           host microseconds of every operator (GPU only)
 
 Training quality: a ReLU network on scikit-learn's digits, a GELU transformer on the bytes of Python's standard library;
 three seeds each. By itself every tensor that a codec can take is encoded, which is more than any budget would ask for.
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import statistics
@@ -20,6 +22,7 @@ import sys
 import sysconfig
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,7 +31,7 @@ import torch
 from torch import nn
 
 from benchmarks.codec_placed import ENCODED, compile_placed
-from benchmarks.codec_swap import NETWORKS, swap_latency
+from benchmarks.codec_swap import NETWORKS, host_cost_of_a_step, swap_latency
 from fxhome.device import cached_profile
 
 VARIANTS: dict[str, bool | str | None] = {
@@ -184,18 +187,19 @@ class Quality:
         self.say = say
 
     def run(self) -> None:
-        """All tasks, variants and seeds."""
-        for name in self.arguments.tasks:
-            task = TASKS[name](self.device, self.small)
-            base: list[dict[str, float]] = []
-            for variant in self.arguments.variants:
-                begin = time.perf_counter()
-                results, encoded = self.train(task, variant)
-                base = base or results
+        """All tasks, variants and seeds; several variants at a time, each in a process of its own."""
+        chosen = [(name, variant) for name in self.arguments.tasks for variant in self.arguments.variants]
+        context = multiprocessing.get_context("spawn")
+        with ProcessPoolExecutor(max(1, self.arguments.jobs), mp_context=context) as pool:
+            pending = {case: pool.submit(trained_variant, self.arguments, *case) for case in chosen}
+            base: dict[str, list[dict[str, float]]] = {}
+            for (name, variant), future in pending.items():
+                results, encoded, seconds = future.result()
+                base.setdefault(name, results)
                 row: dict[str, Any] = {key: statistics.fmean(r[key] for r in results) for key in results[0]}
                 row["spread"] = max(r["loss"] for r in results) - min(r["loss"] for r in results)
-                row |= self.compared(variant, results, base)
-                self.say(name, variant, **row, encoded=encoded, seconds=time.perf_counter() - begin)
+                row |= self.compared(variant, results, base[name])
+                self.say(name, variant, **row, encoded=encoded, seconds=seconds)
 
     def compared(self, variant: str, results: list[dict[str, float]], base: list[dict[str, float]]) -> dict[str, Any]:
         """How far a variant is from nothing compressed, and whether that is within the bar."""
@@ -279,10 +283,29 @@ class Quality:
         return step, lambda: str({k.value: v for k, v in fxhome.plans()[-1].bytes_by_placement().items() if v})
 
 
+def trained_variant(
+    arguments: argparse.Namespace, task: str, variant: str
+) -> tuple[list[dict[str, float]], str, float]:
+    """(results by seed, what was encoded, seconds) of one variant of one task; runs in a process of its own."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // max(1, arguments.jobs)))
+    begin = time.perf_counter()
+    quality = Quality(arguments, _say_nothing)
+    results, encoded = quality.train(TASKS[task](quality.device, quality.small), variant)
+    return results, encoded, time.perf_counter() - begin
+
+
+def _say_nothing(*_: Any, **__: Any) -> None:
+    """What a worker has to say it returns."""
+
+
 def main() -> None:
     """Parse the command line, measure, write the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--swap-latency", action="store_true")
+    parser.add_argument("--host-cost", action="store_true")
+    parser.add_argument("--seconds", type=float, default=600.0, help="begin no network after so long")
+    parser.add_argument("--jobs", type=int, default=1, help="variants trained at the same time")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=160, help="image side")
@@ -297,7 +320,9 @@ def main() -> None:
     arguments = parser.parse_args()
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     rows: list[dict[str, Any]] = []
-    name = "codec_swap_latency" if arguments.swap_latency else f"codec_training_{arguments.through}"
+    name = f"codec_training_{arguments.through}"
+    if arguments.swap_latency or arguments.host_cost:
+        name = "codec_swap_latency" if arguments.swap_latency else "codec_host_cost"
 
     def say(section: str, case: str, **values: Any) -> None:
         row: dict[str, Any] = {"section": section, "case": case}
@@ -308,10 +333,13 @@ def main() -> None:
 
     if arguments.swap_latency:
         swap_latency(
-            tuple(arguments.networks), arguments.batch, arguments.size, arguments.steps or 200, arguments.repeats, say
-        )
+            tuple(arguments.networks), arguments.batch, arguments.size, arguments.steps or 200, arguments.repeats,
+            arguments.seconds, say,
+        )  # fmt: skip
+    elif arguments.host_cost:
+        for network in arguments.networks:
+            host_cost_of_a_step(network, arguments.batch, arguments.size, say)
     else:
-        torch.use_deterministic_algorithms(True, warn_only=True)
         Quality(arguments, say).run()
 
 

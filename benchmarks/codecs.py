@@ -21,10 +21,11 @@ import torch
 
 from benchmarks.codec_checks import FLOATS, check_codec, compile_all, random_tensor
 from benchmarks.codec_data import trained_activations
+from benchmarks.codec_host import host_cost
 from benchmarks.codec_report import Report, as_markdown, environment
-from benchmarks.codec_timing import Pipeline, Rates, encoded_buffers, median_ms, plain_rates, registered_buffer
-from fxhome.cuda_kernels import Codec, codec_by_name, codec_names, raise_if_corrupt
-from fxhome.cuda_kernels.autotune import DeviceTimer, search_geometry, tune_device
+from benchmarks.codec_timing import Rates, StagedTransfer, median_ms, plain_rates, registered_buffer
+from fxhome.cuda_kernels import codec_by_name, codec_names, raise_if_corrupt
+from fxhome.cuda_kernels.autotune import DeviceTimer, search_geometry, tune_codecs, tuning_keys
 from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, clear_geometry, set_geometry, size_class
 
 
@@ -44,47 +45,39 @@ class Bench:
         )  # fmt: skip
 
     def transfers(self, section: str, case: str, name: str, source: torch.Tensor) -> None:
-        """To host and back, three ways: all by the kernel, head by copy engine, and the latter in overlapping
-        pieces."""
+        """To host and back through the staging buffers; fixed-rate codecs also as the planner uses them: encoded whole,
+        then copied."""
         codec = codec_by_name(name)
         plain_bytes = source.numel() * source.dtype.itemsize
         target = torch.empty_like(source)
-        buffers = encoded_buffers(codec, source, self.host)
+        if codec.fixed_rate:
+            encoded = torch.empty(codec.encoded_bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cuda")
+            there = self.host[: encoded.numel()]
 
-        def staged_encode() -> None:
-            codec.encode(source, buffers.head_device, tail=buffers.tail_host)
-            buffers.head_host.copy_(buffers.head_device, non_blocking=True)
+            def whole_out() -> None:
+                codec.encode(source, encoded)
+                there.copy_(encoded, non_blocking=True)
 
-        def staged_decode() -> None:
-            buffers.head_device.copy_(buffers.head_host, non_blocking=True)
-            codec.decode(buffers.head_device, target, tail=buffers.tail_host)
+            def whole_back() -> None:
+                encoded.copy_(there, non_blocking=True)
+                codec.decode(encoded, target)
 
-        ways: list[tuple[str, Callable[[], None], Callable[[], None]]] = [
-            (
-                "direct",
-                lambda: codec.encode(source, buffers.head_host, tail=buffers.tail_host),
-                lambda: codec.decode(buffers.head_host, target, tail=buffers.tail_host),
-            ),
-            ("staged", staged_encode, staged_decode),
-        ]
-        for way, encode, decode in ways:
-            self._add(
-                section, f"{case} {way}", plain_bytes, median_ms(encode), self._decoded(decode, codec, source, target)
-            )
-        observed = codec.observed_bytes(buffers.head_host, source.numel(), source.dtype)
-        pipeline = Pipeline(codec, source, self.host)
-        pieces = [piece for piece in torch.split(target.view(-1), pipeline.pieces[0].numel())]
-        encode_ms = median_ms(pipeline.to_host)
-        decode_ms = self._decoded(lambda: pipeline.from_host(pieces), codec, source, target)
-        self._add(section, f"{case} pipelined", plain_bytes, encode_ms, decode_ms, ratio=plain_bytes / observed)
-
-    def _decoded(self, decode: Callable[[], None], codec: Codec, source: torch.Tensor, target: torch.Tensor) -> float:
-        target.fill_(1)
-        milliseconds = median_ms(decode)
-        raise_if_corrupt()
-        if codec.lossless:
-            assert torch.equal(target.view(-1).view(torch.uint8), source.view(-1).view(torch.uint8)), "decoded differs"
-        return milliseconds
+            encode_ms = median_ms(whole_out)
+            decode_ms = self._decoded(whole_back, codec, source, target)
+            self._add(section, f"{case} whole", plain_bytes, encode_ms, decode_ms)
+        staged = StagedTransfer(codec, source, self.host)
+        encode_ms = median_ms(staged.to_host)
+        decode_ms = self._decoded(functools.partial(staged.from_host, target), codec, source, target)
+        ratio = plain_bytes / staged.encoded_bytes
+        self._add(section, f"{case} staged", plain_bytes, encode_ms, decode_ms, ratio=ratio)
+        if not codec.fixed_rate:
+            staged.bounds = [
+                min(bound, chunk.head_bytes + (bound - chunk.head_bytes) // 32 * 16)
+                for bound, (chunk, _) in zip(staged.bounds, staged.encode, strict=True)
+            ]
+            missed_ms = median_ms(staged.to_host)
+            self._decoded(functools.partial(staged.from_host, target), codec, source, target)
+            self._add(section, f"{case} staged, half of each tail beyond the bound", plain_bytes, missed_ms, decode_ms)
 
     def _add(
         self, section: str, case: str, plain_bytes: int, encode_ms: float, decode_ms: float, **more: float
@@ -99,6 +92,14 @@ class Bench:
         for dtype, zeros in ((torch.float32, 0.6), (torch.float32, 0.8), (torch.float32, 0.9), (torch.bfloat16, 0.6)):
             source = random_tensor(self.size_bytes // dtype.itemsize, dtype, zeros)
             self.transfers("zvc", f"{dtype} {zeros:.0%} zeros".replace("torch.", ""), "zvc", source)
+
+    def rectified(self) -> None:
+        """Half zeros and no sign, as a rectifier leaves it."""
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            source = torch.relu(random_tensor(self.size_bytes // dtype.itemsize, dtype))
+            for name in ("zvc", "zvc_exponent"):
+                if name in codec_names():
+                    self.transfers("rectified", f"{dtype} {name}".replace("torch.", ""), name, source)
 
     def alternatives(self) -> None:
         """CSR and RLE on the same tensors: does zvc mostly win?"""
@@ -145,6 +146,7 @@ class Bench:
         cases: list[tuple[str, torch.dtype, float]] = [
             ("zvc", torch.float32, 0.6), ("zvc", torch.bfloat16, 0.6), ("zvc", torch.bool, 0.5),
             ("bitpack", torch.bool, 0), ("narrow8", torch.int64, 0), ("narrow32", torch.int64, 0),
+            ("zvc_exponent", torch.float32, 0.5), ("zvc_exponent", torch.bfloat16, 0.5),
             ("exponent", torch.bfloat16, 0), ("exponent", torch.float32, 0), ("exponent", torch.float16, 0),
             ("fp8_e4m3", torch.bfloat16, 0), ("fp8_e5m2", torch.bfloat16, 0), ("fp8_e4m3", torch.float32, 0),
             ("int8", torch.bfloat16, 0), ("int4", torch.bfloat16, 0), ("int4", torch.float32, 0),
@@ -164,57 +166,36 @@ class Bench:
             )  # fmt: skip
 
     def geometry(self) -> None:
-        """How many blocks a kernel needs when the encoded bytes are in host memory, and on the device."""
-        source = random_tensor(self.size_bytes // 4, torch.float32, 0.6)
-        self._sweep("zvc", source, host_side=True, blocks=(16, 32, 64, 132, 264, 528, 1056))
-        self._sweep("zvc", source, host_side=False, blocks=(132, 264, 528, 1056, 2112, 4224))
+        """How many blocks a kernel needs."""
+        self._sweep("zvc", random_tensor(self.size_bytes // 4, torch.float32, 0.6), (132, 264, 528, 1056, 2112, 4224))
         dense = random_tensor(self.size_bytes // 2, torch.bfloat16)
-        self._sweep("exponent", dense, host_side=True, blocks=(32, 132, 528, 1056))
-        self._sweep("exponent", dense, host_side=False, blocks=(264, 528, 1056, 2112, 4224))
-        self._sweep("fp8_e4m3", dense, host_side=False, blocks=(528, 1056, 2112, 4224, 16896))
-        self._sweep("bitpack", random_tensor(self.size_bytes, torch.bool), host_side=True, blocks=(16, 32, 132, 528))
+        self._sweep("exponent", dense, (264, 528, 1056, 2112, 4224))
+        self._sweep("fp8_e4m3", dense, (528, 1056, 2112, 4224, 16896))
 
-    def _sweep(self, name: str, source: torch.Tensor, host_side: bool, blocks: tuple[int, ...]) -> None:
+    def _sweep(self, name: str, source: torch.Tensor, blocks: tuple[int, ...]) -> None:
         codec = codec_by_name(name)
         target = torch.empty_like(source)
-        buffers = encoded_buffers(codec, source, self.host)
-        head, tail = (buffers.head_host, buffers.tail_host) if host_side else (buffers.head_device, buffers.tail_device)
+        encoded = torch.empty(
+            codec.worst_case_bytes(source.numel(), source.dtype), dtype=torch.uint8, device=source.device
+        )
         size_bytes = source.numel() * source.dtype.itemsize
-        for threads in (256, 128) if not host_side else (256,):
+        for threads in (256, 128):
             for count in blocks:
                 for direction in ("encode", "decode"):
-                    key = GeometryKey(name, direction, source.dtype.itemsize, host_side, size_class(size_bytes))
+                    key = GeometryKey(name, direction, source.dtype.itemsize, size_class(size_bytes))
                     set_geometry(source.device.index or 0, key, Geometry(count, threads))
-                encode_ms = median_ms(lambda: codec.encode(source, head, tail=tail), 3, 1)
-                decode_ms = median_ms(lambda: codec.decode(head, target, tail=tail), 3, 1)
+                encode_ms = median_ms(lambda: codec.encode(source, encoded), 3, 1)
+                decode_ms = median_ms(lambda: codec.decode(encoded, target), 3, 1)
                 self.report.add(
-                    "geometry", f"{name} {'host' if host_side else 'device'} {count} x {threads}",
-                    encode_gbs=size_bytes / encode_ms / 1e6, decode_gbs=size_bytes / decode_ms / 1e6,
+                    "geometry", f"{name} {count} x {threads}", encode_gbs=size_bytes / encode_ms / 1e6,
+                    decode_gbs=size_bytes / decode_ms / 1e6,
                 )  # fmt: skip
         clear_geometry()
 
     def host_overhead(self) -> None:
         """Host microseconds per call, without waiting for the device."""
-        for name, dtype in (("zvc", torch.float32), ("bitpack", torch.bool), ("fp8_e4m3", torch.bfloat16)):
-            codec = codec_by_name(name)
-            source = random_tensor(4096, dtype)
-            encoded = self.host[: codec.worst_case_bytes(4096, dtype)]
-            codec.encode(source, encoded)
-            codec.decode(encoded, source)
-            torch.cuda.synchronize()
-            calls = 300
-            start = time.perf_counter()
-            for _ in range(calls):
-                codec.encode(source, encoded)
-            middle = time.perf_counter()
-            torch.cuda.synchronize()
-            again = time.perf_counter()
-            for _ in range(calls):
-                codec.decode(encoded, source)
-            end = time.perf_counter()
-            self.report.add(
-                "host overhead", name, encode_us=(middle - start) / calls * 1e6, decode_us=(end - again) / calls * 1e6
-            )
+        for row in host_cost():
+            self.report.add("host overhead", **row)
 
     def slowdown(self) -> None:
         """How much longer matrix products and device copies take while a codec keeps running on another stream."""
@@ -232,34 +213,41 @@ class Bench:
 
         source = random_tensor(self.size_bytes // 4, torch.float32, 0.6)
         dense = random_tensor(self.size_bytes // 2, torch.bfloat16)
-        side = torch.cuda.Stream()
+        target, part = torch.empty_like(source), self.host[: self.size_bytes]
+        raw = target.view(torch.uint8)
+        busy_ways: list[tuple[str, Callable[[], object]]] = [
+            ("plain copy out", lambda: part.copy_(raw, non_blocking=True)),
+            ("plain copy back", lambda: raw.copy_(part, non_blocking=True)),
+        ]
         for name, tensor in (("zvc", source), ("exponent", dense), ("fp8_e4m3", dense)):
-            codec = codec_by_name(name)
-            buffers = encoded_buffers(codec, tensor, self.host)
-            target = torch.empty_like(tensor)
-            encode = functools.partial(codec.encode, tensor, buffers.head_host, tail=buffers.tail_host)
-            decode = functools.partial(codec.decode, buffers.head_host, target, tail=buffers.tail_host)
-            for direction, action in (("encode", encode), ("decode", decode)):
-                for work_name, work in (("matmul", products), ("copy", copies)):
-                    alone = median_ms(work, 3, 1)
-                    torch.cuda.synchronize()
-                    with torch.cuda.stream(side):
-                        for _ in range(12):
-                            action()
-                    busy = median_ms_unsynchronised(work)
-                    torch.cuda.synchronize()
-                    self.report.add(
-                        "slowdown", f"{name} {direction} host, {work_name}", factor=busy / alone, alone_ms=alone
-                    )
+            staged = StagedTransfer(codec_by_name(name), tensor, self.host)
+            back = functools.partial(staged.from_host, torch.empty_like(tensor))
+            busy_ways += [(f"{name} encode", staged.to_host), (f"{name} decode", back)]
+        side = torch.cuda.Stream()
+        for way, action in busy_ways:
+            if way.endswith("encode"):
+                action()  # the buffer is shared: decode what this codec has put there
+            for work_name, work in (("matmul", products), ("copy", copies)):
+                alone = median_ms(work, 3, 1)
+                torch.cuda.synchronize()
+                with torch.cuda.stream(side):
+                    for _ in range(16):
+                        action()
+                    still_busy = torch.cuda.Event()
+                    still_busy.record()
+                busy = median_ms_unsynchronised(work)
+                covered = not still_busy.query()
+                torch.cuda.synchronize()
+                self.report.add("slowdown", f"{way}, {work_name}", factor=busy / alone, alone_ms=alone, covered=covered)
 
     def autotune(self) -> None:
         """Bayesian search against trying everything: what each finds in how many trials; then the whole tuning."""
         timer = DeviceTimer(0, {4: torch.float32, 2: torch.bfloat16, 1: torch.bool})
         cases = [("zvc", 4), ("exponent", 2)]
         keys = [
-            GeometryKey(name, direction, itemsize, host_side, 26)
+            GeometryKey(name, direction, itemsize, size)
             for name, itemsize in cases
-            for host_side in (True, False)
+            for size in (24, 26)
             for direction in ("encode", "decode")
         ]
         for key in keys:
@@ -267,15 +255,17 @@ class Bench:
                 start = time.perf_counter()
                 geometry, result = search_geometry(key, timer, method=method)
                 self.report.add(
-                    "autotune", f"{key.codec} {key.direction} {'host' if key.host_side else 'device'}: {method}",
+                    "autotune", f"{key.codec} {key.direction} 2^{key.size_class} bytes: {method}",
                     best_us=result.best_cost * 1e6, kept=f"{geometry.blocks} x {geometry.threads}",
                     kept_us=timer(key, geometry) * 1e6, trials=len(result.costs), stopped_by=result.stopped_by,
                     seconds=time.perf_counter() - start,
                 )  # fmt: skip
             clear_geometry()
         start = time.perf_counter()
-        path = tune_device(0, keys, seconds=20)
-        self.report.add("autotune", "tune_device, all of these", seconds=time.perf_counter() - start, file=path.name)
+        path = tune_codecs(torch.device("cuda", 0))
+        self.report.add(
+            "autotune", f"tune_codecs, {len(tuning_keys())} keys", seconds=time.perf_counter() - start, file=path.name
+        )
         clear_geometry()
 
     def nvcomp(self) -> None:
@@ -393,6 +383,7 @@ def main() -> int:
 
     sections: dict[str, Callable[[], None]] = {
         "compile": compile_all, "plain": bench.plain, "correctness": correctness, "zvc": bench.zvc,
+        "rectified": bench.rectified,
         "masks": bench.masks, "dense": bench.dense, "lossy": bench.lossy, "on_device": bench.on_device,
         "alternatives": bench.alternatives, "host_overhead": bench.host_overhead, "slowdown": bench.slowdown,
         "geometry": bench.geometry, "autotune": bench.autotune, "nvcomp": bench.nvcomp, "large": bench.large,

@@ -1,5 +1,4 @@
-"""Self-tuning of launch geometry: per GPU, codec, direction, element size, side of the link and size class; kept on
-disk.
+"""Self-tuning of launch geometry: per GPU, codec, direction, element size and size class; kept on disk.
 
 The search is Bayesian optimisation with a Gaussian process over (blocks, threads); `exhaustive` is there to compare
 with. Of the geometries within 3 % of the fastest, the one with the fewest threads is kept: what a codec does not
@@ -19,8 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from rich.console import Console
-from rich.progress import Progress, TimeRemainingColumn
 
 from fxhome.cuda_kernels.codec import codec_by_name
 from fxhome.cuda_kernels.errors import CodecError
@@ -28,12 +25,11 @@ from fxhome.cuda_kernels.gaussian_process import SearchResult, exhaustive, minim
 from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, set_geometry
 from fxhome.cuda_kernels.launch import cache_directory
 
-HOST_BLOCKS = (8, 16, 24, 32, 48, 64, 96, 132, 192, 264, 396, 528, 792, 1056)
-DEVICE_BLOCKS = (66, 132, 264, 396, 528, 792, 1056, 1584, 2112, 3168, 4224, 8448)
+BLOCKS = (66, 132, 264, 396, 528, 792, 1056, 1584, 2112, 3168, 4224, 8448)
 THREADS = (64, 128, 256)
 SLACK = 1.03
 """Geometries up to this much slower than the best count as equally fast."""
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 
 Timer = Callable[[GeometryKey, Geometry], float]
 """Seconds of one encode or decode under a geometry."""
@@ -41,8 +37,7 @@ Timer = Callable[[GeometryKey, Geometry], float]
 
 def candidates(key: GeometryKey, max_threads: int = 256) -> list[Geometry]:
     """The geometries to choose from."""
-    blocks = HOST_BLOCKS if key.host_side else DEVICE_BLOCKS
-    return [Geometry(count, threads) for count in blocks for threads in THREADS if threads <= max_threads]
+    return [Geometry(count, threads) for count in BLOCKS for threads in THREADS if threads <= max_threads]
 
 
 def pick(options: list[Geometry], result: SearchResult) -> Geometry:
@@ -84,22 +79,25 @@ class TunedGeometry:
 
 
 def tune(
-    keys: Iterable[GeometryKey], timer: Timer, *, seconds: float = 60.0, progress: bool = True
+    keys: Iterable[GeometryKey],
+    timer: Timer,
+    *,
+    seconds: float = 60.0,
+    advance: Callable[[], object] = lambda: None,
 ) -> list[TunedGeometry]:
-    """Tune every key within `seconds` in all; keys that the time does not reach keep their defaults."""
+    """Tune every key within `seconds` in all; keys that the time does not reach keep their defaults.
+
+    advance: called once per key.
+    """
     pending = list(keys)
     start = time.monotonic()
     tuned: list[TunedGeometry] = []
-    columns = (*Progress.get_default_columns()[:2], TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), disable=not progress) as bar:
-        task = bar.add_task("tuning codecs", total=len(pending))
-        for position, key in enumerate(pending):
-            share_ends = start + seconds * (position + 1) / len(pending)
-            if time.monotonic() - start >= seconds:
-                break
+    for position, key in enumerate(pending):
+        share_ends = start + seconds * (position + 1) / len(pending)
+        if time.monotonic() - start < seconds:
             geometry, result = search_geometry(key, timer, out_of_time=functools.partial(_is_past, share_ends))
             tuned.append(TunedGeometry(key, geometry, result.best_cost))
-            bar.advance(task)
+        advance()
     return tuned
 
 
@@ -187,8 +185,7 @@ class DeviceTimer:
         values[torch.rand(numel, device=device) < 0.5] = 0
         source = (values != 0) if dtype == torch.bool else (values.abs() * 40).to(dtype)
         size_bytes = codec.worst_case_bytes(numel, dtype)
-        place: dict[str, object] = {"pin_memory": True} if key.host_side else {"device": device}
-        encoded = torch.empty(size_bytes, dtype=torch.uint8, **place)  # type: ignore[call-overload]
+        encoded = torch.empty(size_bytes, dtype=torch.uint8, device=device)
         codec.encode(source, encoded)
         if key.direction == "encode":
             return lambda: codec.encode(source, encoded)
@@ -197,10 +194,46 @@ class DeviceTimer:
 
 
 def tune_device(
-    device_index: int, keys: Iterable[GeometryKey], *, seconds: float = 60.0, progress: bool = True
+    device_index: int,
+    keys: Iterable[GeometryKey],
+    *,
+    seconds: float = 60.0,
+    advance: Callable[[], object] = lambda: None,
 ) -> Path:
     """Tune the keys on a GPU, use the result from now on and keep it on disk; returns the cache file."""
     timer = DeviceTimer(device_index, {4: torch.float32, 2: torch.bfloat16, 1: torch.bool, 8: torch.int64})
-    tuned = tune(keys, timer, seconds=seconds, progress=progress)
+    tuned = tune(keys, timer, seconds=seconds, advance=advance)
     apply_tuned(device_index, tuned)
     return save_tuned(torch.cuda.get_device_name(device_index), tuned)
+
+
+TUNED = {
+    "zvc": (2, 4),
+    "zvc_exponent": (2, 4), "exponent": (2, 4), "bitpack": (1,), "narrow8": (8,), "narrow16": (8,), "int8": (2, 4),
+    "fp8_e4m3": (2, 4), "int4": (2, 4),
+}  # fmt: skip
+"""Codec -> element sizes that the planner gives it."""
+STAGED_CLASSES, WHOLE_CLASSES = (22, 24), (22, 24, 26, 28)
+"""Size classes of what variable-rate codecs encode at a time, and fixed-rate ones."""
+
+
+def tuning_keys() -> list[GeometryKey]:
+    """What `tune_codecs` tunes, the largest tensors of each first: they matter most if the time runs out."""
+    classes = {name: WHOLE_CLASSES if codec_by_name(name).fixed_rate else STAGED_CLASSES for name in TUNED}
+    keys = [
+        GeometryKey(name, direction, itemsize, size)
+        for name, itemsizes in TUNED.items()
+        for itemsize in itemsizes
+        for direction in ("encode", "decode")
+        for size in classes[name]
+    ]
+    return sorted(keys, key=lambda key: -key.size_class)
+
+
+def tune_codecs(device: torch.device, advance: Callable[[], object] = lambda: None, *, seconds: float = 60.0) -> Path:
+    """Tune all that the planner may use on a CUDA device, within a minute; returns the cache file.
+
+    advance: called `len(tuning_keys())` times, to move a progress bar. Raises CodecUnavailableError without Numba-CUDA.
+    """
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return tune_device(index, tuning_keys(), seconds=seconds, advance=advance)

@@ -5,14 +5,13 @@ Importing this module imports torch, but neither Numba nor CUDA: sizes and rates
 planner on any machine. Kernels are compiled at the first encode or decode of a CUDA tensor.
 
     codec = codec_by_name("zvc")
-    encoded = torch.empty(codec.worst_case_bytes(x.numel(), x.dtype), dtype=torch.uint8, pin_memory=True)
+    encoded = torch.empty(codec.worst_case_bytes(x.numel(), x.dtype), dtype=torch.uint8, device=x.device)
     codec.encode(x, encoded)            # asynchronous on x's current stream; no size is read back
     codec.decode(encoded, y)            # y has x's dtype, shape and strides
     raise_if_corrupt()                  # after a synchronisation the caller already has
 
-An encoded tensor is a head, whose size never depends on the data, and (variable rate only) a tail of worst-case
-slots. Both lie in one buffer unless `tail` names a second one, which lets a copy engine move the head while the
-kernel writes the tail to the host.
+An encoded tensor is a head, whose size never depends on the data, and (variable rate only) a tail, whose part in use
+does; both are one prefix of one buffer, on the tensor's own device.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch, launch
+from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch, PreparedKernel, prepare
 from fxhome.cuda_kernels.errors import CodecError
 from fxhome.cuda_kernels.launch import status_address, unavailable
 from fxhome.cuda_kernels.layout import Layout
@@ -46,6 +45,7 @@ _CODECS = {
     "narrow16": "fxhome.cuda_kernels.narrow",
     "narrow32": "fxhome.cuda_kernels.narrow",
     "exponent": "fxhome.cuda_kernels.exponent",
+    "zvc_exponent": "fxhome.cuda_kernels.zvc_exponent",
     "fp8_e4m3": "fxhome.cuda_kernels.fp8",
     "fp8_e5m2": "fxhome.cuda_kernels.fp8",
     "int8": "fxhome.cuda_kernels.blockint",
@@ -66,14 +66,12 @@ class Codec(ABC):
     error_bound_text: str
     """What |decoded - source| never exceeds, in words; "0" for lossless codecs."""
 
-    tail_dominates: ClassVar[bool] = True
-    """Whether most encoded bytes lie in the tail, so that a tail in host memory makes the link the kernel's limit."""
-
     traffic_share: ClassVar[float] = 0.6
     """Assumed kernel speed as a share of the device-to-device copy rate (bytes read + written), until measured."""
 
-    link_efficiency: ClassVar[float] = 0.82
-    """Bytes per second of a kernel that writes or reads host memory, as a share of the best copy's (measured)."""
+    link_efficiency: ClassVar[float] = 0.95
+    """Encoded bytes per second on the link as a share of a plain copy's: what the staging buffers' hand-overs and the
+    margin of a copy's bound cost."""
 
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
@@ -145,79 +143,84 @@ class Codec(ABC):
             allowed = ", ".join(str(allowed) for allowed in self.dtypes)
             raise CodecError(f"codec {self.name!r}: cannot encode {dtype}; it encodes {allowed}")
 
-    def encode(
-        self, source: torch.Tensor, encoded: torch.Tensor, *, tail: torch.Tensor | None = None, seed: int | None = None
-    ) -> None:
-        """Encode `source` (dense storage, any strides) into uint8 `encoded` (and `tail`).
+    def encode(self, source: torch.Tensor, encoded: torch.Tensor, *, seed: int | None = None) -> None:
+        """Encode `source` (dense storage, any strides) into uint8 `encoded`.
 
-        CUDA sources: asynchronous on the current stream, into device or pinned host memory. CPU sources: NumPy, at
-        once. `seed` asks for stochastic rounding where the codec has it.
+        CUDA sources: asynchronous on the current stream, into memory of the same device. CPU sources: NumPy, at once.
+        `seed` asks for stochastic rounding where the codec has it.
         """
         layout = _cached_layout(self.name, source.numel(), source.dtype)
-        _check_buffers(self.name, "encode", source, encoded, tail, layout)
+        _check_buffers(self, "encode", source, encoded, layout)
         if source.is_cuda:
             if source.numel():
-                call = _kernel_call(source, encoded, tail, layout, self.tail_dominates)
-                launch(self.name, "encode", call, self.encode_launch(call, status_address(), seed))
+                index = _device_index(source)
+                if seed is None:
+                    kernel = prepared_kernel(self.name, "encode", source.numel(), source.dtype, index)
+                else:
+                    kernel = _prepare(self, "encode", source.numel(), source.dtype, index, seed)
+                kernel(_stream(source), source.data_ptr(), encoded.data_ptr())
             return
-        head_array, tail_array = _host_parts(encoded, tail, layout)
-        head_array.fill(0)
-        self.encode_reference(_raw_bytes(source), source.dtype, head_array, tail_array, seed)
+        whole = encoded.numpy()
+        head = whole[: layout.head_bytes]
+        head.fill(0)
+        tail = whole[layout.head_bytes : layout.worst_case_bytes]
+        self.encode_reference(_raw_bytes(source), source.dtype, head, tail, seed)
 
-    def decode(self, encoded: torch.Tensor, target: torch.Tensor, *, tail: torch.Tensor | None = None) -> None:
+    def decode(self, encoded: torch.Tensor, target: torch.Tensor) -> None:
         """Decode into `target`, which has the source's dtype, shape and strides.
 
         CPU targets: a corrupted buffer raises CodecError. CUDA targets: asynchronous; a corrupted buffer gives any
         values and is reported by `raise_if_corrupt`.
         """
         layout = _cached_layout(self.name, target.numel(), target.dtype)
-        _check_buffers(self.name, "decode", target, encoded, tail, layout)
+        _check_buffers(self, "decode", target, encoded, layout)
         if target.is_cuda:
             if target.numel():
-                call = _kernel_call(target, encoded, tail, layout, self.tail_dominates)
-                launch(self.name, "decode", call, self.decode_launch(call, status_address()))
+                kernel = prepared_kernel(self.name, "decode", target.numel(), target.dtype, _device_index(target))
+                kernel(_stream(target), target.data_ptr(), encoded.data_ptr())
             return
-        head_array, tail_array = _host_parts(encoded, tail, layout)
-        self.decode_reference(head_array, tail_array, target.dtype, _raw_bytes(target))
+        if target.numel() == 0:
+            return
+        whole = encoded.numpy()
+        tail = whole[layout.head_bytes : layout.worst_case_bytes]
+        self.decode_reference(whole[: layout.head_bytes], tail, target.dtype, _raw_bytes(target))
 
 
-def _kernel_call(
-    plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout, tail_dominates: bool
-) -> KernelCall:
+def _device_index(plain: torch.Tensor) -> int:
     index = plain.device.index
     assert index is not None
-    head_address = encoded.data_ptr()
-    tail_address = head_address + layout.head_bytes if tail is None else tail.data_ptr()
-    host_side = not encoded.is_cuda or (tail_dominates and tail is not None and tail.numel() > 0 and not tail.is_cuda)
-    return KernelCall(
-        index, plain.data_ptr(), plain.numel(), plain.dtype, head_address, tail_address, layout, host_side
-    )
+    return index
 
 
-def _host_parts(encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout) -> tuple[Bytes, Bytes]:
-    if tail is None:
-        whole = encoded.numpy()
-        return whole[: layout.head_bytes], whole[layout.head_bytes : layout.worst_case_bytes]
-    return encoded.numpy()[: layout.head_bytes], tail.numpy()[: layout.tail_bytes]
+def _stream(plain: torch.Tensor) -> int:
+    return int(torch.cuda.current_stream(plain.device).cuda_stream)
 
 
-def _check_buffers(
-    codec: str, action: str, plain: torch.Tensor, encoded: torch.Tensor, tail: torch.Tensor | None, layout: Layout
-) -> None:
-    require_dense(codec, action, plain)
-    if tail is None:
-        _check_buffer(codec, action, "encoded", encoded, layout.worst_case_bytes, plain)
+@functools.lru_cache(maxsize=8192)
+def prepared_kernel(name: str, direction: str, numel: int, dtype: torch.dtype, device_index: int) -> PreparedKernel:
+    """The encode or decode of tensors of that size, ready to be called with a stream and two addresses.
+
+    `numel` is at least 1; the caller has made sure that the encoded buffer has `worst_case_bytes`.
+    """
+    return _prepare(codec_by_name(name), direction, numel, dtype, device_index, None)
+
+
+def _prepare(
+    codec: Codec, direction: str, numel: int, dtype: torch.dtype, device_index: int, seed: int | None
+) -> PreparedKernel:
+    call = KernelCall(numel, dtype, _cached_layout(codec.name, numel, dtype))
+    if direction == "encode":
+        launch = codec.encode_launch(call, status_address(), seed)
     else:
-        _check_buffer(codec, action, "encoded", encoded, layout.head_bytes, plain)
-        _check_buffer(codec, action, "tail", tail, layout.tail_bytes, plain)
+        launch = codec.decode_launch(call, status_address())
+    return prepare(codec.name, direction, call, launch, device_index)
 
 
-def _check_buffer(
-    codec: str, action: str, role: str, buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor
-) -> None:
-    problem = _buffer_problem(buffer, needed_bytes, plain)
+def _check_buffers(codec: Codec, action: str, plain: torch.Tensor, encoded: torch.Tensor, layout: Layout) -> None:
+    require_dense(codec.name, action, plain)
+    problem = _buffer_problem(encoded, layout.worst_case_bytes, plain)
     if problem is not None:
-        raise CodecError(f"codec {codec!r} {action}: {role} buffer {problem}")
+        raise CodecError(f"codec {codec.name!r} {action}: the encoded buffer {problem}")
 
 
 def _buffer_problem(buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor) -> str | None:
@@ -233,11 +236,10 @@ def _buffer_problem(buffer: torch.Tensor, needed_bytes: int, plain: torch.Tensor
         return None
     if buffer.data_ptr() % 16:
         return "starts at an address that is not a multiple of 16; allocate it on its own"
-    if plain.is_cuda:
-        if buffer.is_cuda:
-            return None if buffer.device == plain.device else f"is on {buffer.device}, the tensor on {plain.device}"
-        return None if buffer.is_pinned() else "lies in pageable host memory, which a kernel cannot reach; pin it"
-    return f"is on {buffer.device}, the tensor in host memory" if buffer.is_cuda else None
+    if buffer.device != plain.device:
+        where = "the encoded form is copied from device to host by a copy engine, not by the kernel"
+        return f"is on {buffer.device}, the tensor on {plain.device}; {where}"
+    return None
 
 
 def require_dense(codec: str, action: str, tensor: torch.Tensor) -> None:
@@ -289,6 +291,7 @@ def codec_names() -> tuple[str, ...]:
     return tuple(_CODECS)
 
 
+@functools.cache
 def codec_by_name(name: str) -> Codec:
     """The codec of that name; CodecError lists the names there are."""
     if name not in _CODECS:

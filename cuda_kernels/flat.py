@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from fxhome.cuda_kernels.codec import Codec
-from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch
+from fxhome.cuda_kernels.dispatch import ENCODED, FIXED, PLAIN, KernelCall, KernelLaunch
 from fxhome.cuda_kernels.launch import KernelKey
 
 
@@ -36,6 +36,8 @@ class FlatCodec(Codec):
 
     def _prepared(self, direction: str, call: KernelCall, status: int, seed: int) -> KernelLaunch:
         layout = call.layout
-        scales = call.head + layout.planes_offset
-        arguments = (call.plain, call.numel, call.head, scales, layout.tiles, status, seed)
+        arguments = (
+            (PLAIN, 0), (FIXED, call.numel), (ENCODED, 0), (ENCODED, layout.planes_offset), (FIXED, layout.tiles),
+            (FIXED, status), (FIXED, seed),
+        )  # fmt: skip
         return KernelLaunch(self.kernel_key(direction, call.dtype), arguments, layout.tiles, self.max_threads)

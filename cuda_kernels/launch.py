@@ -1,4 +1,4 @@
-"""Compile a kernel once per device and launch it on torch's current stream in a few microseconds.
+"""Compile a kernel once per device and launch it on a stream in a few microseconds.
 
 Numba compiles the Python function to PTX; the driver turns that into machine code; the launch is one driver call with
 a pre-built argument pack. Every kernel parameter is one 64-bit integer, so a launch fills a few integers and
@@ -130,25 +130,48 @@ class LoadedKernel:
         self._pointers = (ctypes.c_void_p * parameters)(*(base + 8 * index for index in range(parameters)))
         self._pack = ctypes.addressof(self._pointers)
 
-    def __call__(self, blocks: int, threads: int, *arguments: int) -> None:
-        """Launch on torch's current stream of the kernel's device."""
+    def __call__(self, blocks: int, threads: int, arguments: list[int], stream: int, cleared: int = 0) -> None:
+        """Launch on `stream`, a raw handle; zero the 32-bit word at `cleared` first, if that is an address."""
         if torch.cuda.current_device() != self._device_index or not getattr(self._ready_threads, "done", False):
             with torch.cuda.device(self._device_index):
                 torch.cuda.set_device(self._device_index)
-                self._launch(blocks, threads, arguments)
+                self._launch(blocks, threads, arguments, stream, cleared)
             self._ready_threads.done = True
             return
-        self._launch(blocks, threads, arguments)
+        self._launch(blocks, threads, arguments, stream, cleared)
 
-    def _launch(self, blocks: int, threads: int, arguments: tuple[int, ...]) -> None:
-        stream = torch.cuda.current_stream(self._device_index).cuda_stream
+    def _launch(self, blocks: int, threads: int, arguments: list[int], stream: int, cleared: int) -> None:
+        if cleared:
+            (result,) = self._driver.cuMemsetD32Async(cleared, 0, 1, stream)
+            if result != 0:
+                raise CodecError(f"clearing a counter before a kernel launch failed: {result.name}")
         with self._lock:
-            self._values[:] = list(arguments)
+            self._values[:] = [*arguments]
             (result,) = self._driver.cuLaunchKernel(
                 self._function, blocks, 1, 1, threads, 1, 1, 0, stream, self._pack, 0
             )
         if result != 0:
             raise CodecError(f"kernel launch of {blocks} blocks x {threads} threads failed: {result.name}")
+
+
+@functools.cache
+def _memory_copies() -> tuple[Callable[..., Any], Callable[..., Any]]:
+    driver: Any = importlib.import_module("cuda.bindings.driver")
+    return driver.cuMemcpyDtoHAsync, driver.cuMemcpyHtoDAsync
+
+
+def copy_to_host(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Queue a copy from a device address to a page-locked host address on a raw stream handle."""
+    (result,) = _memory_copies()[0](target, source, size_bytes, stream)
+    if result != 0:
+        raise CodecError(f"a copy of {size_bytes} encoded bytes to the host failed: {result.name}")
+
+
+def copy_to_device(target: int, source: int, size_bytes: int, stream: int) -> None:
+    """Queue a copy from a page-locked host address to a device address on a raw stream handle."""
+    (result,) = _memory_copies()[1](target, source, size_bytes, stream)
+    if result != 0:
+        raise CodecError(f"a copy of {size_bytes} encoded bytes from the host failed: {result.name}")
 
 
 def _checked(answer: tuple[Any, ...], what: str) -> Any:
@@ -173,13 +196,18 @@ def status_address() -> int:
     return status_flag().data_ptr()
 
 
+@functools.cache
+def _status_word() -> ctypes.c_int32:
+    return ctypes.c_int32.from_address(status_address())
+
+
 def raise_if_corrupt() -> None:
     """Raise CodecError if any kernel that has finished so far met a bad buffer or value; clears the flag."""
     if status_flag.cache_info().currsize == 0:
         return
-    code = int(status_flag()[0])
+    code = _status_word().value
     if code:
-        status_flag()[0] = 0
+        _status_word().value = 0
         raise CodecError(
             f"a codec kernel found a bad buffer or value: {_STATUS_MEANINGS.get(code, f'status {code}')}; "
             "the tensors decoded since the last check must not be used"

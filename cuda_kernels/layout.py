@@ -1,14 +1,13 @@
 """Byte layout of encoded buffers: what is where, and how large it can get. No CUDA, no Numba.
 
-A variable-rate codec writes two parts:
+A variable-rate codec writes two parts, one behind the other:
 
-    head  header (128 bytes) | one 32-bit word per tile | fixed-size planes      size known before the data is
-    tail  one worst-case slot per tile                                            only the used front of a slot is
-    written
+    head  header (128 bytes) | two 32-bit words per tile | fixed-size planes     size known before the data is
+    tail  the variable parts of the tiles, packed in the order in which they were finished
 
-Each tile owns its slot, so no scan runs across tiles and no size is read back before the transfer. The head can be
-copied by a copy engine, because its size never depends on the data; the tail is written by the kernel. Fixed-rate
-codecs have a head and no tail.
+The header's sixth word counts the 16-byte vectors of the tail in use; a tile takes its place there by adding to it, and
+notes in its second word where it begins. So no scan runs across tiles, the bytes in use are one prefix of the buffer,
+which a copy engine can move, and their number stands at its front. Fixed-rate codecs have a head and no tail.
 """
 
 from __future__ import annotations
@@ -16,7 +15,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 HEADER_BYTES = 128
-HEADER_MAGIC = 0x46584331
+HEADER_MAGIC = 0x46584332
+USED_OFFSET = 20
+"""Where in the header the number of tail vectors in use stands."""
+VECTOR_BYTES = 16
+WORD_BYTES = 8
+"""Per tile: what the codec says about it, and its first vector in the tail."""
 LINE_BYTES = 128
 """One memory line and one link packet: parts start on a line so that no packet is partly filled."""
 
@@ -45,7 +49,7 @@ class Layout:
     """Bytes of fixed-size planes per tile."""
     head_bytes: int
     slot_bytes: int
-    """Worst-case bytes of one tile in the tail; 0 for fixed-rate codecs."""
+    """Worst-case bytes of one tile in the tail, a multiple of 16; 0 for fixed-rate codecs."""
 
     @property
     def tail_bytes(self) -> int:
@@ -59,7 +63,7 @@ class Layout:
 def tiled_layout(numel: int, tile_elements: int, plane_bytes_per_tile: int, slot_bytes: int) -> Layout:
     """Layout of a variable-rate codec; `plane_bytes_per_tile` and `slot_bytes` are multiples of 16."""
     tiles = ceil_div(numel, tile_elements)
-    planes_offset = HEADER_BYTES + align_up(4 * tiles, LINE_BYTES)
+    planes_offset = HEADER_BYTES + align_up(WORD_BYTES * tiles, LINE_BYTES)
     head_bytes = align_up(planes_offset + tiles * plane_bytes_per_tile, LINE_BYTES)
     return Layout(
         numel, tile_elements, tiles, HEADER_BYTES, planes_offset, plane_bytes_per_tile, head_bytes, slot_bytes

@@ -156,6 +156,10 @@ def _emit_popcount(builder: Any, value: Any) -> Any:
     return builder.call(counter, [value])
 
 
+def _emit_global_add(builder: Any, address: Any, value: Any) -> Any:
+    return builder.atomic_rmw("add", _pointer(builder, address, _I32, _GLOBAL), value, "monotonic")
+
+
 def _emit_shared_add(builder: Any, address: Any, value: Any) -> None:
     builder.atomic_rmw("add", _pointer(builder, address, _I32, _SHARED), value, "monotonic")
 
@@ -217,6 +221,8 @@ shared_store_u16: Store = _store(16, _SHARED)
 shared_store_u32: Store = _store(32, _SHARED)
 shared_store_u32x2: Callable[[int, int, int], None] = _store_vector(2, _SHARED)
 shared_store_u32x4: Callable[[int, int, int, int, int], None] = _store_vector(4, _SHARED)
+global_add_u32: Callable[[int, int], int] = _intrinsic(types.uint32, [types.int64, types.uint32], _emit_global_add)
+"""Adds atomically; returns what was there before."""
 shared_add_u32: Store = _intrinsic(types.void, [types.uint32, types.uint32], _emit_shared_add)
 shared_or_u32: Store = _intrinsic(types.void, [types.uint32, types.uint32], _emit_shared_or)
 

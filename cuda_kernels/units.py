@@ -10,17 +10,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxhome.cuda_kernels.layout import HEADER_MAGIC
+from fxhome.cuda_kernels.layout import HEADER_BYTES, HEADER_MAGIC, USED_OFFSET, WORD_BYTES
 from fxhome.cuda_kernels.simt import (
     Words2,
     Words4,
     ballot,
     device,
+    global_add_u32,
     int64,
     load_u8,
     load_u32,
     load_u32x2,
     load_u32x4,
+    popcount,
     shared_load_u8,
     shared_load_u16,
     shared_load_u32,
@@ -29,6 +31,7 @@ from fxhome.cuda_kernels.simt import (
     shared_store_u16,
     shared_store_u32,
     shared_store_u32x4,
+    shuffle,
     shuffle_up,
     store_u8,
     store_u32,
@@ -249,3 +252,109 @@ def header_is_valid(head: int, codec_id: int, element_bytes: int, numel: int) ->
         and high == uint32(numel >> 32)
     )
     return ballot(agrees) == uint32(0xFFFFFFFF)
+
+
+@device
+def reserve(head: int, vectors: int, lane: int) -> int:
+    """Take the next `vectors` vectors of the tail; only lane 0 learns where. Whatever needs no place is best done
+    before `note_place`, while the answer is on its way."""
+    place = uint32(0)
+    if lane == 0:
+        place = global_add_u32(head + USED_OFFSET, vectors)
+    return place
+
+
+@device
+def note_place(head: int, tile: int, word: int, reserved: int, lane: int) -> int:
+    """Note the tile's two words; gives its first vector, in every lane. `reserved`: what `reserve` gave."""
+    if lane == 0:
+        store_u32x2(head + HEADER_BYTES + tile * WORD_BYTES, word, reserved)
+    return shuffle(reserved, uint32(0))
+
+
+@device
+def tile_word_and_place(head: int, tile: int) -> Words2:
+    """What `note_place` noted."""
+    return load_u32x2(head + HEADER_BYTES + tile * WORD_BYTES)
+
+
+@device
+def fits(place: int, vectors: int, used: int) -> bool:
+    """Whether `vectors` vectors at `place` lie in the part of the tail in use."""
+    return vectors <= used and place <= uint32(used - vectors)
+
+
+@device
+def vectors_in_use(head: int, most: int) -> int:
+    """The header's count of tail vectors, never more than `most`."""
+    used = load_u32(head + USED_OFFSET)
+    if int64(used) > most:
+        used = uint32(most)
+    return used
+
+
+def make_pick(width: int) -> Callable[[int, int], Unit]:
+    """Device function (shared address, bits) -> eight elements: those whose bit is set, taken in order from the address
+    on; zero for the others."""
+    shared_load = SHARED_LOAD[width]
+
+    @device
+    def pick(place: int, bits: int) -> Unit:
+        e0 = e1 = e2 = e3 = e4 = e5 = e6 = e7 = uint32(0)
+        if bits & 1:
+            e0 = shared_load(place)
+        if bits & 2:
+            e1 = shared_load(uint32(place + popcount(uint32(bits & 1)) * width))
+        if bits & 4:
+            e2 = shared_load(uint32(place + popcount(uint32(bits & 3)) * width))
+        if bits & 8:
+            e3 = shared_load(uint32(place + popcount(uint32(bits & 7)) * width))
+        if bits & 16:
+            e4 = shared_load(uint32(place + popcount(uint32(bits & 15)) * width))
+        if bits & 32:
+            e5 = shared_load(uint32(place + popcount(uint32(bits & 31)) * width))
+        if bits & 64:
+            e6 = shared_load(uint32(place + popcount(uint32(bits & 63)) * width))
+        if bits & 128:
+            e7 = shared_load(uint32(place + popcount(uint32(bits & 127)) * width))
+        return e0, e1, e2, e3, e4, e5, e6, e7
+
+    return pick
+
+
+@device
+def shared_unit_2(address: int) -> Unit:
+    """Eight 2-byte elements at a shared address that is a multiple of 16."""
+    a, b, c, d = shared_load_u32x4(address)
+    return (
+        low_half(a), high_half(a), low_half(b), high_half(b),
+        low_half(c), high_half(c), low_half(d), high_half(d),
+    )  # fmt: skip
+
+
+@device
+def shared_unit_4(address: int) -> Unit:
+    a, b, c, d = shared_load_u32x4(address)
+    e, f, g, h = shared_load_u32x4(uint32(address + 16))
+    return a, b, c, d, e, f, g, h
+
+
+@device
+def put_shared_unit_2(address: int, unit: Unit) -> None:
+    shared_store_u32x4(
+        address,
+        join_halves(unit[0], unit[1]),
+        join_halves(unit[2], unit[3]),
+        join_halves(unit[4], unit[5]),
+        join_halves(unit[6], unit[7]),
+    )
+
+
+@device
+def put_shared_unit_4(address: int, unit: Unit) -> None:
+    shared_store_u32x4(address, unit[0], unit[1], unit[2], unit[3])
+    shared_store_u32x4(uint32(address + 16), unit[4], unit[5], unit[6], unit[7])
+
+
+SHARED_UNIT: dict[int, Callable[[int], Unit]] = {2: shared_unit_2, 4: shared_unit_4}
+PUT_SHARED_UNIT: dict[int, Callable[[int, Unit], None]] = {2: put_shared_unit_2, 4: put_shared_unit_4}

@@ -12,6 +12,7 @@ from __future__ import annotations
 import copy
 import gc
 import logging
+import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -33,6 +34,9 @@ from fxhome.runtime.meter import StorageMeter
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
+
+# A replan traces with the fake tensors that Dynamo left, which two threads must not use at once.
+_planning = threading.RLock()
 
 # On CPU the resident bytes are found by walking all Python objects; once things have settled, every so many steps is
 # enough.
@@ -168,7 +172,8 @@ class ManagedGraph:
             # A copy each time: what is remembered must not collect tracebacks.
             raise copy.copy(self.refusal)
         resident = self._resident_bytes(args)
-        variant = self._choose(resident)
+        with _planning:
+            variant = self._choose(resident)
         session = self._open(variant, resident)
         self.current = session
         begin = time.perf_counter()

@@ -113,7 +113,8 @@ def _measure(
         with measure_cuda(device) as peak:
             forward_backward()
         return peak.allocated_bytes, peak.reserved_bytes
-    with StorageMeter() as meter:
+    # Exact bytes, as a plan for a CPU counts them.
+    with StorageMeter(granule_bytes=1) as meter:
         meter.track([*model.parameters(), *model.buffers()])
         meter.track(leaf for leaf in pytree.tree_leaves(inputs) if isinstance(leaf, torch.Tensor))
         forward_backward()

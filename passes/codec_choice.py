@@ -2,8 +2,8 @@
 
     bool                                        bitpack, on the device or on its way to the host
     int64 indices of a pooling window           narrow8 / 16 / 32, by the range that the shape proves; both places
-    floats with zeros (relu, dropout, ...)      zvc, on the way to the host: its rate depends on the data
-    dense bf16                                  exponent, on the way to the host
+    floats with zeros (relu, dropout, ...)      zvc_exponent, on the way to the host: its rate depends on the data
+    dense floats                                exponent, on the way to the host, where its rate pays
     any float, if the user says lossy           block quantisation, both places
 
 Only fixed-rate codecs stay on the device: a size that depends on the data is no promise. Whether a codec is used at all
@@ -21,6 +21,7 @@ from torch import fx
 from fxhome.cuda_kernels.codec import Codec, codec_by_name, kernels_problem
 from fxhome.device import DeviceProfile
 from fxhome.passes.facts import GraphFacts, StorageFacts, allocated_bytes
+from fxhome.runtime.codec_ops import slot_bytes
 
 log = logging.getLogger("fxhome.planner")
 
@@ -136,17 +137,17 @@ class _Chooser:
         zeros = zero_share(node, self.zeros)
         if dtype not in _FLOATS:
             return None
-        name = "zvc" if zeros >= MIN_ZERO_SHARE else "exponent" if dtype == torch.bfloat16 else ""
-        if not name:
-            return None
-        codec, numel = codec_by_name(name), storage.copy_bytes // dtype.itemsize
+        numel = storage.copy_bytes // dtype.itemsize
+        names = ("zvc", "zvc_exponent") if zeros >= MIN_ZERO_SHARE else ("exponent",)
+        name = min(names, key=lambda name: assumed_bytes(name, numel, dtype, zeros))
+        codec = codec_by_name(name)
         expected = self.observed.get(storage.name, assumed_bytes(name, numel, dtype, zeros))
         link = round(expected / codec.link_efficiency)
         if self.profile.kind == "cpu":
             link = round(storage.copy_bytes * self.profile.d2h_bytes_per_s / REFERENCE_BYTES_PER_S)
         elif link >= storage.copy_bytes:
             return None
-        slot = max(codec.worst_case_bytes(numel, dtype), storage.copy_bytes)
+        slot = slot_bytes(name, storage.copy_bytes, dtype)
         return StorageCodecs(swap=name, encoded_bytes=storage.size_bytes, link_bytes=link, slot_bytes=slot)
 
     def _kernel_us(self, codec: Codec, numel: int, dtype: torch.dtype) -> float:

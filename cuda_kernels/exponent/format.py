@@ -1,11 +1,10 @@
 """Where the bits of each float format go in the exponent codec.
 
-Planes of one tile, in order, for its E elements:
-    rest2   2 bytes per element   (fp32 only: low 16 of the 24 bits beside the exponent)
-    rest1   1 byte per element    (bf16: mantissa and sign; fp16: low mantissa byte; fp32: the upper 8 of the 24 bits)
+Beside its exponent an element has a rest, mantissa << 1 | sign. Planes of one tile, in order, for its E elements:
+    rest2   2 bytes per element   (fp32 only: the low 16 of the rest's 24 bits)
+    rest1   1 byte per element    (bf16: the rest; fp16: its low 8 of 11 bits; fp32: its upper 8 bits)
     code2   2 bits per element, code1  1 bit per element       the exponent code, low two bits and top bit
-    extra2, extra1                                             (fp16 only: sign and two mantissa bits, as a 3-bit
-    number)
+    extra2, extra1                                             (fp16 only: the rest's upper three bits)
 """
 
 from __future__ import annotations

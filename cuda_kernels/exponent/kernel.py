@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from fxhome.cuda_kernels.device_floats import join_low_bytes
 from fxhome.cuda_kernels.exponent.format import FORMATS_BY_NAME, HISTOGRAM_BINS, TILE_BYTES, WINDOW
-from fxhome.cuda_kernels.layout import HEADER_BYTES
 from fxhome.cuda_kernels.simt import (
     block_count,
     block_index,
@@ -38,13 +38,17 @@ from fxhome.cuda_kernels.units import (
     LOAD_UNIT,
     STORE_UNIT,
     byte_of,
+    fits,
     global_to_shared,
     header_is_valid,
     high_half,
-    join_bytes,
     join_halves,
     low_half,
+    note_place,
+    reserve,
     shared_to_global,
+    tile_word_and_place,
+    vectors_in_use,
     warp_inclusive_sum,
     write_header,
 )
@@ -77,8 +81,7 @@ def rest_bf16(bits: int) -> int:
 
 @device
 def rest_fp16(bits: int) -> int:
-    extra = uint32(uint32(uint32(bits >> 8) & 3) | uint32(uint32(bits >> 13) & 4))
-    return uint32(uint32(bits & 0xFF) | uint32(extra << 8))
+    return uint32(uint32(uint32(bits & 0x3FF) << 1) | uint32(bits >> 15))
 
 
 @device
@@ -93,9 +96,7 @@ def join_bf16(exponent: int, rest: int) -> int:
 
 @device
 def join_fp16(exponent: int, rest: int) -> int:
-    extra = uint32(rest >> 8)
-    sign_and_exponent = uint32(uint32(uint32(extra & 4) << 13) | uint32(uint32(exponent & 31) << 10))
-    return uint32(sign_and_exponent | uint32(uint32(extra & 3) << 8) | uint32(rest & 0xFF))
+    return uint32(uint32(uint32(rest & 1) << 15) | uint32(uint32(exponent & 31) << 10) | uint32(rest >> 1))
 
 
 @device
@@ -158,6 +159,36 @@ def spread_codes(code2: int, code1: int) -> int:
     return uint32(pairs | uint32(bits << 2))
 
 
+@device
+def fullest_window(s0: int, s1: int, s2: int, s3: int, histogram: int, lane: int) -> int:
+    """Lowest exponent of the fullest window within 32 of the largest of the warp's 128 samples, four per lane;
+    `histogram` is the address of 128 bytes of shared memory."""
+    shared_store_u32(uint32(histogram + lane * 4), uint32(0))
+    largest = uint32(max(max(s0, s1), max(s2, s3)))
+    for distance in (16, 8, 4, 2, 1):
+        largest = uint32(max(largest, shuffle_xor(largest, uint32(distance))))
+    warp_sync()
+    if uint32(largest - s0) < HISTOGRAM_BINS:
+        shared_add_u32(uint32(histogram + uint32(largest - s0) * 4), uint32(1))
+    if uint32(largest - s1) < HISTOGRAM_BINS:
+        shared_add_u32(uint32(histogram + uint32(largest - s1) * 4), uint32(1))
+    if uint32(largest - s2) < HISTOGRAM_BINS:
+        shared_add_u32(uint32(histogram + uint32(largest - s2) * 4), uint32(1))
+    if uint32(largest - s3) < HISTOGRAM_BINS:
+        shared_add_u32(uint32(histogram + uint32(largest - s3) * 4), uint32(1))
+    warp_sync()
+    upto = warp_inclusive_sum(shared_load_u32(uint32(histogram + lane * 4)), lane)
+    window_end = shuffle(upto, uint32(min(uint32(lane + TOP), uint32(31))))
+    before = shuffle(upto, uint32(lane - 1))
+    if lane == 0:
+        before = uint32(0)
+    best = uint32(uint32(uint32(window_end - before) << 5) | uint32(31 - lane))
+    for distance in (16, 8, 4, 2, 1):
+        best = uint32(max(best, shuffle_xor(best, uint32(distance))))
+    top = uint32(largest - uint32(31 - uint32(best & 31)))
+    return uint32(top - TOP) if TOP <= top <= 0xFF else uint32(0)
+
+
 def make_choose_window(name: str) -> Callable[[int, int, int, int, int], int]:
     """Device function (source, first element, numel, histogram, lane) -> lowest exponent of the tile's window."""
     float_format = FORMATS_BY_NAME[name]
@@ -168,7 +199,6 @@ def make_choose_window(name: str) -> Callable[[int, int, int, int, int], int]:
 
     @device
     def choose_window(source: int, first: int, numel: int, histogram: int, lane: int) -> int:
-        shared_store_u32(uint32(histogram + lane * 4), uint32(0))
         s0 = s1 = s2 = s3 = uint32(0)
         at = first + int64(lane * stride + (lane * 7) % stride)
         if at < numel:
@@ -182,29 +212,7 @@ def make_choose_window(name: str) -> Callable[[int, int, int, int, int], int]:
         at = first + int64((lane + 96) * stride + ((lane + 96) * 7) % stride)
         if at < numel:
             s3 = exponent_of(load_element(source + at * width))
-        largest = uint32(max(max(s0, s1), max(s2, s3)))
-        for distance in (16, 8, 4, 2, 1):
-            largest = uint32(max(largest, shuffle_xor(largest, uint32(distance))))
-        warp_sync()
-        if uint32(largest - s0) < HISTOGRAM_BINS:
-            shared_add_u32(uint32(histogram + uint32(largest - s0) * 4), uint32(1))
-        if uint32(largest - s1) < HISTOGRAM_BINS:
-            shared_add_u32(uint32(histogram + uint32(largest - s1) * 4), uint32(1))
-        if uint32(largest - s2) < HISTOGRAM_BINS:
-            shared_add_u32(uint32(histogram + uint32(largest - s2) * 4), uint32(1))
-        if uint32(largest - s3) < HISTOGRAM_BINS:
-            shared_add_u32(uint32(histogram + uint32(largest - s3) * 4), uint32(1))
-        warp_sync()
-        upto = warp_inclusive_sum(shared_load_u32(uint32(histogram + lane * 4)), lane)
-        window_end = shuffle(upto, uint32(min(uint32(lane + TOP), uint32(31))))
-        before = shuffle(upto, uint32(lane - 1))
-        if lane == 0:
-            before = uint32(0)
-        best = uint32(uint32(uint32(window_end - before) << 5) | uint32(31 - lane))
-        for distance in (16, 8, 4, 2, 1):
-            best = uint32(max(best, shuffle_xor(best, uint32(distance))))
-        top = uint32(largest - uint32(31 - uint32(best & 31)))
-        return uint32(top - TOP) if TOP <= top <= 0xFF else uint32(0)
+        return fullest_window(s0, s1, s2, s3, histogram, lane)
 
     return choose_window
 
@@ -271,8 +279,8 @@ def make_encode(name: str) -> Callable[..., None]:
                     r4, r5, r6, r7 = high_half(r4), high_half(r5), high_half(r6), high_half(r7)
                 shared_store_u32x2(
                     uint32(planes + rest1_offset + unit * 8),
-                    join_bytes(byte_of(r0, 0), byte_of(r1, 0), byte_of(r2, 0), byte_of(r3, 0)),
-                    join_bytes(byte_of(r4, 0), byte_of(r5, 0), byte_of(r6, 0), byte_of(r7, 0)),
+                    join_low_bytes(r0, r1, r2, r3),
+                    join_low_bytes(r4, r5, r6, r7),
                 )
                 if has_extra:
                     extras = uint32(0)
@@ -291,10 +299,11 @@ def make_encode(name: str) -> Callable[..., None]:
             if lane < 16:
                 shared_store_u8(uint32(escapes + count + lane), uint32(0))
             warp_sync()
+            vectors = uint32(uint32(count + 15) >> 4)
+            reserved = reserve(head, vectors, lane)
             shared_to_global(planes, head + planes_offset + tile * plane_bytes, uint32(plane_bytes // 16), lane)
-            shared_to_global(escapes, tail + tile * tile_elements, uint32(uint32(count + 15) >> 4), lane)
-            if lane == 0:
-                store_u32(head + HEADER_BYTES + tile * 4, uint32(base | uint32(count << 8)))
+            start = note_place(head, tile, uint32(base | uint32(count << 8)), reserved, lane)
+            shared_to_global(escapes, tail + int64(start) * 16, vectors, lane)
             warp_sync()
 
     return exponent_encode
@@ -303,8 +312,8 @@ def make_encode(name: str) -> Callable[..., None]:
 def make_decode(name: str) -> Callable[..., None]:
     """Kernel (head, planes_offset, tail, target, numel, tiles, status) for one float format.
 
-    A wrong header or a count that disagrees with the codes sets *status; nothing outside the tile's parts is read or
-    written.
+    A wrong header, a place outside the part in use or a count that disagrees with the codes sets *status; nothing
+    outside the buffers is read or written.
     """
     float_format = FORMATS_BY_NAME[name]
     width = float_format.width
@@ -330,14 +339,18 @@ def make_decode(name: str) -> Callable[..., None]:
         total_bytes = numel * width
         if not header_is_valid(head, CODEC_ID, width, numel) and lane == 0:
             store_u32(status, uint32(BAD_HEADER))
+        used = vectors_in_use(head, tiles * (tile_elements // 16))
         first_tile = int64(block_index()) * int64(warps) + int64(warp)
         for tile in range(first_tile, tiles, int64(block_count()) * int64(warps)):
-            word = load_u32(head + HEADER_BYTES + tile * 4)
+            word, start = tile_word_and_place(head, tile)
             base = uint32(word & 0xFF)
             stored = uint32(word >> 8)
-            count = uint32(min(stored, uint32(tile_elements)))
+            vectors = uint32(uint32(uint32(min(stored, uint32(tile_elements))) + 15) >> 4)
+            readable = fits(start, vectors, used)
+            if not readable:
+                vectors = uint32(0)
             global_to_shared(head + planes_offset + tile * plane_bytes, planes, uint32(plane_bytes // 16), lane)
-            global_to_shared(tail + tile * tile_elements, escapes, uint32(uint32(count + 15) >> 4), lane)
+            global_to_shared(tail + int64(start) * 16, escapes, vectors, lane)
             warp_sync()
             found = uint32(0)
             for iteration in range(iterations):
@@ -409,7 +422,7 @@ def make_decode(name: str) -> Callable[..., None]:
                 )
                 offset = tile * TILE_BYTES + int64(unit) * (8 * width)
                 store_unit(target, offset, total_bytes, unit_elements)
-            if found != stored and lane == 0:
+            if (found != stored or not readable) and lane == 0:
                 store_u32(status, uint32(BAD_TILE))
             warp_sync()
 

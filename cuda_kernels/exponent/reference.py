@@ -17,8 +17,7 @@ def _split(elements: Elements, float_format: FloatFormat) -> tuple[Ints, Ints]:
     """(exponent, everything else) of each element."""
     bits = elements.astype(np.int64)
     if float_format.name == "fp16":
-        rest = (bits & 0xFF) | (((bits >> 8) & 3) | ((bits >> 13) & 4)) << 8
-        return (bits >> 10) & 31, rest
+        return (bits >> 10) & 31, (bits & 0x3FF) << 1 | bits >> 15
     mantissa_bits = 7 if float_format.name == "bf16" else 23
     mantissa = bits & ((1 << mantissa_bits) - 1)
     sign = bits >> (mantissa_bits + 8)
@@ -27,17 +26,19 @@ def _split(elements: Elements, float_format: FloatFormat) -> tuple[Ints, Ints]:
 
 def _join(exponent: Ints, rest: Ints, float_format: FloatFormat) -> Ints:
     if float_format.name == "fp16":
-        extra = rest >> 8
-        return (extra & 4) << 13 | (exponent & 31) << 10 | (extra & 3) << 8 | (rest & 0xFF)
+        return (rest & 1) << 15 | (exponent & 31) << 10 | rest >> 1
     mantissa_bits = 7 if float_format.name == "bf16" else 23
     return (rest & 1) << (mantissa_bits + 8) | exponent << mantissa_bits | rest >> 1
 
 
 def choose_window_bases(exponents: Ints) -> Ints:
-    """Lowest exponent of the window of each tile, from SAMPLES elements: the fullest window within 32 of the largest
-    sample."""
+    """Lowest exponent of the window of each tile, from SAMPLES of its elements."""
     stride = exponents.shape[1] // SAMPLES
-    samples = exponents[:, [sample_offset(sample, stride) for sample in range(SAMPLES)]]
+    return window_bases(exponents[:, [sample_offset(sample, stride) for sample in range(SAMPLES)]])
+
+
+def window_bases(samples: Ints) -> Ints:
+    """Lowest exponent of the fullest window within 32 of the largest sample, per row."""
     largest = samples.max(axis=1)
     below = largest[:, None] - samples
     histogram = np.stack([(below == value).sum(axis=1) for value in range(HISTOGRAM_BINS)], axis=1)
@@ -68,7 +69,7 @@ def _valid(layout: Layout) -> NDArray[np.bool_]:
     return (np.arange(layout.tiles * layout.tile_elements) < layout.numel).reshape(layout.tiles, layout.tile_elements)
 
 
-def encode(elements: Elements, float_format: FloatFormat, layout: Layout, head: Bytes, tail: Bytes) -> None:
+def encode(elements: Elements, float_format: FloatFormat, layout: Layout, head: Bytes, slots: Bytes) -> None:
     """Fill head (its header excepted) and the used front of each slot."""
     if layout.tiles == 0:
         return
@@ -94,10 +95,10 @@ def encode(elements: Elements, float_format: FloatFormat, layout: Layout, head: 
         planes[:, float_format.extra1_offset :] = extra1
     tile, _ = np.nonzero(escaped)
     rank = np.arange(tile.size) - (np.cumsum(counts) - counts)[tile]
-    tile_slots(tail, layout, np.uint8)[tile, rank] = exponents[escaped]
+    tile_slots(slots, layout, np.uint8)[tile, rank] = exponents[escaped]
 
 
-def decode(head: Bytes, tail: Bytes, float_format: FloatFormat, layout: Layout, elements: Elements) -> None:
+def decode(head: Bytes, slots: Bytes, float_format: FloatFormat, layout: Layout, elements: Elements) -> None:
     """Fill `elements`; a count that disagrees with the codes is an error."""
     if layout.tiles == 0:
         return
@@ -118,7 +119,7 @@ def decode(head: Bytes, tail: Bytes, float_format: FloatFormat, layout: Layout, 
     exponents = (codes + (words & 0xFF)[:, None]) & 0xFF
     owners, _ = np.nonzero(escaped)
     rank = np.arange(owners.size) - (np.cumsum(found) - found)[owners]
-    exponents[escaped] = tile_slots(tail, layout, np.uint8)[owners, rank]
+    exponents[escaped] = tile_slots(slots, layout, np.uint8)[owners, rank]
     rest = planes[:, float_format.rest1_offset : float_format.code2_offset].astype(np.int64)
     if float_format.has_rest2:
         low = np.ascontiguousarray(planes[:, : float_format.rest1_offset]).view(np.uint16)

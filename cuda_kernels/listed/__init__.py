@@ -17,8 +17,8 @@ from fxhome.cuda_kernels.codec import Bytes, Codec
 from fxhome.cuda_kernels.layout import Layout, tiled_layout
 from fxhome.cuda_kernels.listed import reference
 from fxhome.cuda_kernels.listed.format import RAW_FLAG, TILE_BYTES, listed_bytes
-from fxhome.cuda_kernels.tiled import TiledCodec
-from fxhome.cuda_kernels.tiles import Elements, tile_words
+from fxhome.cuda_kernels.tiled import Counts, TiledCodec
+from fxhome.cuda_kernels.tiles import Elements
 
 _DTYPES = (
     torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool,
@@ -37,19 +37,14 @@ class Listed(TiledCodec):
     def constants(self, dtype: torch.dtype) -> tuple[object, ...]:
         return (dtype.itemsize, self.runs)
 
-    def slot_unit_bytes(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize + 2
+    def used_bytes(self, words: Counts, dtype: torch.dtype) -> Counts:
+        return np.where(words == RAW_FLAG, TILE_BYTES, listed_bytes(words, dtype.itemsize))
 
-    def _observed_tail_bytes(self, head: Bytes, layout: Layout, dtype: torch.dtype) -> int:
-        words = tile_words(head, layout).astype(np.int64)
-        used = np.where(words & RAW_FLAG, TILE_BYTES, listed_bytes(words & ~RAW_FLAG, dtype.itemsize))
-        return int(used.sum())
+    def fill(self, elements: Elements, dtype: torch.dtype, layout: Layout, head: Bytes, slots: Bytes) -> None:
+        reference.encode(elements, self.runs, layout, head, slots)
 
-    def fill(self, elements: Elements, dtype: torch.dtype, layout: Layout, head: Bytes, tail: Bytes) -> None:
-        reference.encode(elements, self.runs, layout, head, tail)
-
-    def restore(self, head: Bytes, tail: Bytes, dtype: torch.dtype, layout: Layout, elements: Elements) -> None:
-        reference.decode(head, tail, self.runs, layout, elements, self.name)
+    def restore(self, head: Bytes, slots: Bytes, dtype: torch.dtype, layout: Layout, elements: Elements) -> None:
+        reference.decode(head, slots, self.runs, layout, elements, self.name)
 
 
 def _listed(name: str, codec_id: int, runs: bool) -> Listed:

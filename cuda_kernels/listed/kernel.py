@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxhome.cuda_kernels.layout import HEADER_BYTES, align_up
+from fxhome.cuda_kernels.layout import align_up
 from fxhome.cuda_kernels.listed.format import CODEC_IDS, RAW_FLAG, TILE_BYTES, most_listed
 from fxhome.cuda_kernels.simt import (
     ballot,
@@ -13,7 +13,6 @@ from fxhome.cuda_kernels.simt import (
     block_size,
     device,
     int64,
-    load_u32,
     popcount,
     shared_load_u8,
     shared_load_u16,
@@ -37,9 +36,14 @@ from fxhome.cuda_kernels.units import (
     SHARED_STORE,
     STORE_UNIT,
     Unit,
+    fits,
     global_to_shared,
     header_is_valid,
+    note_place,
+    reserve,
     shared_to_global,
+    tile_word_and_place,
+    vectors_in_use,
     warp_inclusive_sum,
     write_header,
 )
@@ -94,7 +98,6 @@ def make_encode(width: int, runs: bool) -> Callable[..., None]:
         if first_tile == 0:
             write_header(head, codec_id, width, numel, lane)
         for tile in range(first_tile, tiles, int64(block_count()) * int64(warps)):
-            slot = tail + tile * TILE_BYTES
             count = uint32(0)
             carried = uint32(0)
             for iteration in range(iterations):
@@ -120,18 +123,19 @@ def make_encode(width: int, runs: bool) -> Callable[..., None]:
                     shared_store_u8(uint32(values + count * width + lane), uint32(0))
                     shared_store_u8(uint32(positions + count * 2 + lane), uint32(0))
             warp_sync()
-            word = uint32(RAW_FLAG)
+            vectors = uint32(uint32(count * width + 15) >> 4)
+            more = uint32(uint32(count * 2 + 15) >> 4)
+            word, total = count, uint32(vectors + more)
+            if count > limit:
+                word, total = uint32(RAW_FLAG), uint32(TILE_BYTES // 16)
+            slot = tail + int64(note_place(head, tile, word, reserve(head, total, lane), lane)) * 16
             if count <= limit:
-                word = count
-                vectors = uint32(uint32(count * width + 15) >> 4)
                 shared_to_global(values, slot, vectors, lane)
-                shared_to_global(positions, slot + int64(vectors) * 16, uint32(uint32(count * 2 + 15) >> 4), lane)
+                shared_to_global(positions, slot + int64(vectors) * 16, more, lane)
             else:
                 for iteration in range(iterations):
                     offset = int64(uint32(iteration * 32 + lane)) * (8 * width)
                     store_unit(slot, offset, TILE_BYTES, load_unit(source, tile * TILE_BYTES + offset, total_bytes))
-            if lane == 0:
-                store_u32(head + HEADER_BYTES + tile * 4, word)
             warp_sync()
 
     return listed_encode
@@ -162,7 +166,7 @@ def every_element(bits: int, index: int) -> bool:
 def make_decode(width: int, runs: bool) -> Callable[..., None]:
     """Kernel (head, planes_offset, tail, target, numel, tiles, status).
 
-    A wrong header, count or position sets *status and gives zeros; nothing outside the slot is read.
+    A wrong header, count, place or position sets *status and gives zeros; nothing outside the tail is read.
     """
     tile_elements = TILE_BYTES // width
     limit = most_listed(width)
@@ -190,20 +194,24 @@ def make_decode(width: int, runs: bool) -> Callable[..., None]:
         trusted = header_is_valid(head, codec_id, width, numel)
         if not trusted and lane == 0:
             store_u32(status, uint32(BAD_HEADER))
+        used = vectors_in_use(head, tiles * (TILE_BYTES // 16))
         first_tile = int64(block_index()) * int64(warps) + int64(warp)
         for tile in range(first_tile, tiles, int64(block_count()) * int64(warps)):
-            slot = tail + tile * TILE_BYTES
-            word = load_u32(head + HEADER_BYTES + tile * 4)
-            if trusted and word == uint32(RAW_FLAG):
+            word, start = tile_word_and_place(head, tile)
+            slot = tail + int64(start) * 16
+            if trusted and word == uint32(RAW_FLAG) and fits(start, uint32(TILE_BYTES // 16), used):
                 for iteration in range(iterations):
                     offset = int64(uint32(iteration * 32 + lane)) * (8 * width)
                     store_unit(target, tile * TILE_BYTES + offset, total_bytes, load_unit(slot, offset, TILE_BYTES))
             else:
-                usable = trusted and word <= uint32(limit)
-                count = word if usable else uint32(0)
+                count = word if word <= uint32(limit) else uint32(0)
                 vectors = uint32(uint32(count * width + 15) >> 4)
+                more = uint32(uint32(count * 2 + 15) >> 4)
+                usable = trusted and count == word and fits(start, uint32(vectors + more), used)
+                if not usable:
+                    count = vectors = more = uint32(0)
                 global_to_shared(slot, values, vectors, lane)
-                global_to_shared(slot + int64(vectors) * 16, positions, uint32(uint32(count * 2 + 15) >> 4), lane)
+                global_to_shared(slot + int64(vectors) * 16, positions, more, lane)
                 for index in range(mask_words_per_lane):
                     shared_store_u32(uint32(mask + lane * 4 + index * 128), uint32(0))
                 warp_sync()

@@ -21,7 +21,7 @@ def listed_mask(tiles: Elements, runs: bool) -> NDArray[np.bool_]:
     return starts
 
 
-def encode(elements: Elements, runs: bool, layout: Layout, head: Bytes, tail: Bytes) -> None:
+def encode(elements: Elements, runs: bool, layout: Layout, head: Bytes, slots: Bytes) -> None:
     """Fill head (its header excepted) and the used front of each slot."""
     width = elements.dtype.itemsize
     tiles = pad_to_tiles(elements, layout)
@@ -29,18 +29,18 @@ def encode(elements: Elements, runs: bool, layout: Layout, head: Bytes, tail: By
     counts = listed.sum(axis=1)
     is_raw = counts > most_listed(width)
     tile_words(head, layout)[:] = np.where(is_raw, RAW_FLAG, counts)
-    slots = tile_slots(tail, layout, elements.dtype)
-    slots[is_raw] = tiles[is_raw]
+    values = tile_slots(slots, layout, elements.dtype)
+    values[is_raw] = tiles[is_raw]
     listed[is_raw] = False
     tile, position = np.nonzero(listed)
     counts = np.where(is_raw, 0, counts)
     rank = np.arange(tile.size) - (np.cumsum(counts) - counts)[tile]
-    slots[tile, rank] = tiles[listed]
+    values[tile, rank] = tiles[listed]
     positions_start = (counts * width + 15) // 16 * 8
-    tile_slots(tail, layout, np.uint16)[tile, positions_start[tile] + rank] = position
+    tile_slots(slots, layout, np.uint16)[tile, positions_start[tile] + rank] = position
 
 
-def decode(head: Bytes, tail: Bytes, runs: bool, layout: Layout, elements: Elements, name: str) -> None:
+def decode(head: Bytes, slots: Bytes, runs: bool, layout: Layout, elements: Elements, name: str) -> None:
     """Fill `elements`; counts or positions that cannot be are an error."""
     width = elements.dtype.itemsize
     words = tile_words(head, layout).astype(np.int64)
@@ -50,11 +50,11 @@ def decode(head: Bytes, tail: Bytes, runs: bool, layout: Layout, elements: Eleme
         tile_number = int(np.flatnonzero(counts > most_listed(width))[0])
         what = f"says {counts[tile_number]} elements, at most {most_listed(width)} fit"
         raise _corrupted(name, tile_number, layout, what)
-    slots = tile_slots(tail, layout, elements.dtype)
+    values = tile_slots(slots, layout, elements.dtype)
     tile = np.repeat(np.arange(layout.tiles), counts)
     rank = np.arange(tile.size) - (np.cumsum(counts) - counts)[tile]
     positions_start = (counts * width + 15) // 16 * 8
-    positions = tile_slots(tail, layout, np.uint16)[tile, positions_start[tile] + rank].astype(np.int64)
+    positions = tile_slots(slots, layout, np.uint16)[tile, positions_start[tile] + rank].astype(np.int64)
     listed = np.zeros((layout.tiles, layout.tile_elements), bool)
     listed[tile[positions < layout.tile_elements], positions[positions < layout.tile_elements]] = True
     wrong = listed.sum(axis=1) != counts
@@ -66,10 +66,10 @@ def decode(head: Bytes, tail: Bytes, runs: bool, layout: Layout, elements: Eleme
     tiles = np.zeros(listed.shape, elements.dtype)
     if runs:
         run = np.maximum(np.cumsum(listed, axis=1) - 1, 0)
-        tiles[:] = np.take_along_axis(slots, run, axis=1)
+        tiles[:] = np.take_along_axis(values, run, axis=1)
     else:
-        tiles[listed] = slots[tile, rank]
-    tiles[is_raw] = slots[is_raw]
+        tiles[listed] = values[tile, rank]
+    tiles[is_raw] = values[is_raw]
     elements[:] = tiles.reshape(-1)[: elements.size]
 
 

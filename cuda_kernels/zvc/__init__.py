@@ -8,7 +8,7 @@ import torch
 
 from fxhome.cuda_kernels.codec import Bytes, Codec
 from fxhome.cuda_kernels.layout import Layout, tiled_layout
-from fxhome.cuda_kernels.tiled import TiledCodec
+from fxhome.cuda_kernels.tiled import Counts, TiledCodec
 from fxhome.cuda_kernels.tiles import Elements
 from fxhome.cuda_kernels.zvc import reference
 
@@ -27,14 +27,14 @@ class Zvc(TiledCodec):
         tile_elements = TILE_BYTES // dtype.itemsize
         return tiled_layout(numel, tile_elements, tile_elements // 8, TILE_BYTES)
 
-    def slot_unit_bytes(self, dtype: torch.dtype) -> int:
-        return dtype.itemsize
+    def used_bytes(self, words: Counts, dtype: torch.dtype) -> Counts:
+        return words * dtype.itemsize
 
-    def fill(self, elements: Elements, dtype: torch.dtype, layout: Layout, head: Bytes, tail: Bytes) -> None:
-        reference.encode(elements, layout, head, tail)
+    def fill(self, elements: Elements, dtype: torch.dtype, layout: Layout, head: Bytes, slots: Bytes) -> None:
+        reference.encode(elements, layout, head, slots)
 
-    def restore(self, head: Bytes, tail: Bytes, dtype: torch.dtype, layout: Layout, elements: Elements) -> None:
-        reference.decode(head, tail, layout, elements)
+    def restore(self, head: Bytes, slots: Bytes, dtype: torch.dtype, layout: Layout, elements: Elements) -> None:
+        reference.decode(head, slots, layout, elements)
 
 
 CODECS: dict[str, Codec] = {

@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from fxhome.cuda_kernels.layout import HEADER_BYTES
 from fxhome.cuda_kernels.simt import (
     block_count,
     block_index,
     block_size,
     int64,
-    load_u32,
     popcount,
     shared_load_u8,
     shared_load_u32,
@@ -30,12 +28,17 @@ from fxhome.cuda_kernels.simt import (
 )
 from fxhome.cuda_kernels.units import (
     LOAD_UNIT,
-    SHARED_LOAD,
     SHARED_STORE,
     STORE_UNIT,
+    fits,
     global_to_shared,
     header_is_valid,
+    make_pick,
+    note_place,
+    reserve,
     shared_to_global,
+    tile_word_and_place,
+    vectors_in_use,
     warp_inclusive_sum,
     write_header,
 )
@@ -76,21 +79,21 @@ def make_encode(width: int) -> Callable[..., None]:
                         bits = uint32(bits | uint32(1 << index))
                 present = popcount(bits)
                 upto = warp_inclusive_sum(present, lane)
-                place = uint32(values + uint32(count + upto - present) * width)
+                position = uint32(values + uint32(count + upto - present) * width)
                 for index in range(8):
                     if elements[index] != 0:
-                        shared_store(place, elements[index])
-                        place = uint32(place + width)
+                        shared_store(position, elements[index])
+                        position = uint32(position + width)
                 shared_store_u8(uint32(mask + unit), bits)
                 count = uint32(count + shuffle(upto, uint32(31)))
             if lane < 16:
                 shared_store_u8(uint32(values + count * width + lane), uint32(0))
             warp_sync()
             vectors = uint32(uint32(count * width + 15) >> 4)
-            shared_to_global(values, tail + tile * TILE_BYTES, vectors, lane)
+            reserved = reserve(head, vectors, lane)
             shared_to_global(mask, head + planes_offset + tile * mask_bytes, uint32(mask_bytes // 16), lane)
-            if lane == 0:
-                store_u32(head + HEADER_BYTES + tile * 4, count)
+            place = note_place(head, tile, count, reserved, lane)
+            shared_to_global(values, tail + int64(place) * 16, vectors, lane)
             warp_sync()
 
     return zvc_encode
@@ -99,14 +102,14 @@ def make_encode(width: int) -> Callable[..., None]:
 def make_decode(width: int) -> Callable[..., None]:
     """Kernel (head, planes_offset, tail, target, numel, tiles, status) for elements of `width` bytes.
 
-    A wrong header or a count that disagrees with its mask sets *status and gives zeros; nothing outside the slot is
-    read.
+    A wrong header, a place outside the part in use or a count that disagrees with its mask sets *status and gives
+    zeros; nothing outside the tail is read.
     """
     tile_elements = TILE_BYTES // width
     mask_bytes = tile_elements // 8
     warp_bytes = TILE_BYTES + 16 + mask_bytes
     region = shared_region(f"zvc_decode_{width}", MAX_WARPS * warp_bytes)
-    store_unit, shared_load = STORE_UNIT[width], SHARED_LOAD[width]
+    store_unit, pick = STORE_UNIT[width], make_pick(width)
     iterations = tile_elements // 256
     mask_words_per_lane = mask_bytes // 128
 
@@ -120,21 +123,23 @@ def make_decode(width: int) -> Callable[..., None]:
         trusted = header_is_valid(head, CODEC_ID, width, numel)
         if not trusted and lane == 0:
             store_u32(status, uint32(BAD_HEADER))
+        used = vectors_in_use(head, tiles * (TILE_BYTES // 16))
         first_tile = int64(block_index()) * int64(warps) + int64(warp)
         for tile in range(first_tile, tiles, int64(block_count()) * int64(warps)):
-            stored = load_u32(head + HEADER_BYTES + tile * 4)
-            count = uint32(min(stored, uint32(tile_elements)))
-            if not trusted:
-                count = uint32(0)
+            stored, start = tile_word_and_place(head, tile)
+            vectors = uint32(uint32(uint32(min(stored, uint32(tile_elements))) * width + 15) >> 4)
+            readable = trusted and fits(start, vectors, used)
+            if not readable:
+                vectors = uint32(0)
             global_to_shared(head + planes_offset + tile * mask_bytes, mask, uint32(mask_bytes // 16), lane)
-            global_to_shared(tail + tile * TILE_BYTES, values, uint32(uint32(count * width + 15) >> 4), lane)
+            global_to_shared(tail + int64(start) * 16, values, vectors, lane)
             warp_sync()
             marked = uint32(0)
             for index in range(mask_words_per_lane):
                 marked = uint32(marked + popcount(shared_load_u32(uint32(mask + lane * 4 + index * 128))))
             for distance in (16, 8, 4, 2, 1):
                 marked = uint32(marked + shuffle_xor(marked, uint32(distance)))
-            usable = trusted and marked == stored
+            usable = readable and marked == stored
             if trusted and not usable and lane == 0:
                 store_u32(status, uint32(BAD_TILE))
             base = uint32(0)
@@ -145,29 +150,12 @@ def make_decode(width: int) -> Callable[..., None]:
                     bits = uint32(0)
                 present = popcount(bits)
                 upto = warp_inclusive_sum(present, lane)
-                place = uint32(values + uint32(base + upto - present) * width)
-                e0 = e1 = e2 = e3 = e4 = e5 = e6 = e7 = uint32(0)
-                if bits & 1:
-                    e0 = shared_load(place)
-                if bits & 2:
-                    e1 = shared_load(uint32(place + popcount(uint32(bits & 1)) * width))
-                if bits & 4:
-                    e2 = shared_load(uint32(place + popcount(uint32(bits & 3)) * width))
-                if bits & 8:
-                    e3 = shared_load(uint32(place + popcount(uint32(bits & 7)) * width))
-                if bits & 16:
-                    e4 = shared_load(uint32(place + popcount(uint32(bits & 15)) * width))
-                if bits & 32:
-                    e5 = shared_load(uint32(place + popcount(uint32(bits & 31)) * width))
-                if bits & 64:
-                    e6 = shared_load(uint32(place + popcount(uint32(bits & 63)) * width))
-                if bits & 128:
-                    e7 = shared_load(uint32(place + popcount(uint32(bits & 127)) * width))
+                elements = pick(uint32(values + uint32(base + upto - present) * width), bits)
                 store_unit(
                     target,
                     tile * TILE_BYTES + int64(unit) * (8 * width),
                     total_bytes,
-                    (e0, e1, e2, e3, e4, e5, e6, e7),
+                    elements,
                 )
                 base = uint32(base + shuffle(upto, uint32(31)))
             warp_sync()

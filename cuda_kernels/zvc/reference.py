@@ -16,7 +16,7 @@ from fxhome.cuda_kernels.tiles import pad_to_tiles, tile_planes, tile_slots, til
 Bytes = NDArray[np.uint8]
 
 
-def encode(elements: NDArray[np.unsignedinteger], layout: Layout, head: Bytes, tail: Bytes) -> None:
+def encode(elements: NDArray[np.unsignedinteger], layout: Layout, head: Bytes, slots: Bytes) -> None:
     """Fill head (its header excepted) and the used front of each slot."""
     tiles = pad_to_tiles(elements, layout)
     present = tiles != 0
@@ -26,10 +26,10 @@ def encode(elements: NDArray[np.unsignedinteger], layout: Layout, head: Bytes, t
     tile, _ = np.nonzero(present)
     starts = np.cumsum(counts) - counts
     rank = np.arange(tile.size) - starts[tile]
-    tile_slots(tail, layout, elements.dtype)[tile, rank] = tiles[present]
+    tile_slots(slots, layout, elements.dtype)[tile, rank] = tiles[present]
 
 
-def decode(head: Bytes, tail: Bytes, layout: Layout, elements: NDArray[np.unsignedinteger]) -> None:
+def decode(head: Bytes, slots: Bytes, layout: Layout, elements: NDArray[np.unsignedinteger]) -> None:
     """Fill `elements`; a count that disagrees with its mask is an error."""
     masks = np.unpackbits(tile_planes(head, layout, np.uint8), axis=1, bitorder="little").astype(bool)
     counts = tile_words(head, layout).astype(np.int64)
@@ -43,5 +43,5 @@ def decode(head: Bytes, tail: Bytes, layout: Layout, elements: NDArray[np.unsign
     tiles = np.zeros(masks.shape, elements.dtype)
     owners, _ = np.nonzero(masks)
     rank = np.arange(owners.size) - (np.cumsum(found) - found)[owners]
-    tiles[masks] = tile_slots(tail, layout, elements.dtype)[owners, rank]
+    tiles[masks] = tile_slots(slots, layout, elements.dtype)[owners, rank]
     elements[:] = tiles.reshape(-1)[: elements.size]

@@ -11,22 +11,33 @@ exactly. `bytes` is the storage's size as it was planned.
 
 from __future__ import annotations
 
-import dataclasses
+import ctypes
 import functools
 import logging
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
 
 import torch
 
-from fxhome.cuda_kernels.codec import Codec, codec_by_name
+from fxhome.cuda_kernels.chunks import chunks_of, slot_bytes, staging_bytes
+from fxhome.cuda_kernels.codec import codec_by_name
 from fxhome.cuda_kernels.launch import raise_if_corrupt
+from fxhome.cuda_kernels.layout import USED_OFFSET, VECTOR_BYTES
 from fxhome.runtime import transfer
-from fxhome.runtime.codec_sites import CodecSite, site_name, site_of
+from fxhome.runtime.codec_sites import CodecSite, add_site, site_name, site_of
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import HostSlot
+from fxhome.runtime.slot import Start
+from fxhome.runtime.staging import chunk_kernels, reserve_staging, staging_of
 
-__all__ = ["decode_op", "encode_op", "site_name", "swap_in_encoded_op", "swap_out_encoded_op"]
+__all__ = [
+    "decode_op",
+    "encode_op",
+    "reserve_staging",
+    "site_name",
+    "slot_bytes",
+    "staging_bytes",
+    "swap_in_encoded_op",
+    "swap_out_encoded_op",
+]
 
 log = logging.getLogger("fxhome.codecs")
 
@@ -71,16 +82,18 @@ def decode(
 
 def swap_out_encoded(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int, site: str) -> torch.Tensor:
     """Start encoding the storage of `src` into a host slot, or copying it there where that is known to be faster."""
-    if src.is_cuda:
+    is_cuda = src.is_cuda
+    if is_cuda:
         raise_if_corrupt()
     _check_storage(src, storage_bytes, "swap_out_encoded")
-    chosen = codec_by_name(codec)
-    slot_bytes = _slot_bytes(codec, storage_bytes, src.dtype)
-    state = site_of(site, codec, storage_bytes, assumed_bytes, chosen.link_efficiency)
-    _observe_waiting()
-    if state.next_step() and storage_bytes and (src.is_cpu or _kernels_reach_the_pool()):
-        return transfer.swap_out_as(src, _Encoded(chosen, src.dtype, state), slot_bytes)
-    return transfer.swap_out_as(src, _PLAIN, slot_bytes)
+    dtype = src.dtype
+    state = site_of(site, codec, storage_bytes) or _new_site(site, codec, storage_bytes, assumed_bytes, src)
+    size_bytes = slot_bytes(codec, storage_bytes, dtype)
+    if not state.next_step() or not storage_bytes or (is_cuda and not _kernels_reach_the_pool()):
+        return transfer.swap_out_as(src, _PLAIN, size_bytes)
+    if is_cuda:
+        staging_of(src.device.index).reserve(storage_bytes)
+    return transfer.swap_out_as(src, _Encoded(codec, dtype, state), size_bytes)
 
 
 def swap_in_encoded(
@@ -93,73 +106,105 @@ def swap_in_encoded(
     device: torch.device,
 ) -> torch.Tensor:
     """Start restoring a slot that `swap_out_encoded` filled, in whichever form it did."""
-    slot = host_pool().slot_of(host)
-    if slot is not None and isinstance(slot.contents, _Encoded):
-        _observe(_Sight(host, slot, slot.contents, storage_bytes))
     return transfer.swap_in_as(host, storage_bytes, size, stride, storage_offset, dtype, device)
 
 
-@dataclasses.dataclass(frozen=True)
+def _new_site(site: str, codec: str, storage_bytes: int, assumed_bytes: int, src: torch.Tensor) -> CodecSite:
+    chosen = codec_by_name(codec)
+    # A fixed-rate codec's chunks say nothing about their size, so nobody notes it.
+    heads = () if chosen.fixed_rate else tuple(c.head_bytes for c in chunks_of(codec, storage_bytes, src.dtype))
+    return add_site(site, codec, storage_bytes, assumed_bytes, chosen.link_efficiency, heads, pinned=src.is_cuda)
+
+
 class _Encoded:
-    """A slot that holds an encoded storage."""
+    """A slot that holds an encoded storage. It is as good as its slot: one object per swap."""
 
-    codec: Codec
-    dtype: torch.dtype
-    site: CodecSite
+    __slots__ = ("_bounds_bytes", "_codec", "_dtype", "_site")
 
-    def write(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        self.codec.encode(_elements(storage, self.dtype), host)
+    def __init__(self, codec: str, dtype: torch.dtype, site: CodecSite) -> None:
+        self._codec = codec
+        self._dtype = dtype
+        self._site = site
+        self._bounds_bytes: list[int] = []
 
-    def read(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        self.codec.decode(host, _elements(storage, self.dtype))
+    def write(
+        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
+    ) -> torch.cuda.Stream | None:
+        """Encode; note the sizes."""
+        if start is None:
+            self._write_on_cpu(host, storage)
+            return None
+        index = start.stream.device.index
+        chunks = chunk_kernels(self._codec, "encode", storage.nbytes(), self._dtype, index)
+        site = self._site
+        likely: Sequence[int] = site.bounds_bytes() if site.heads_bytes else (0,) * len(chunks)
+        self._bounds_bytes = [
+            min(bound, chunk.worst_case_bytes) or chunk.worst_case_bytes
+            for bound, (chunk, _) in zip(likely, chunks, strict=True)
+        ]
+        notes = [site.notes.address + 4 * number if site.heads_bytes else 0 for number in range(len(chunks))]
+        return staging_of(index).to_host(
+            chunks, self._bounds_bytes, notes, storage.data_ptr(), host.data_ptr(), start.stream, start.event
+        )
+
+    def read(
+        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
+    ) -> torch.cuda.Stream | None:
+        """Decode."""
+        if start is None:
+            self._read_on_cpu(host, storage)
+            return None
+        index = start.stream.device.index
+        chunks = chunk_kernels(self._codec, "decode", storage.nbytes(), self._dtype, index)
+        address = host.data_ptr()
+        has_arrived, bounds_bytes = self._has_arrived(host), self._bounds_bytes
+        if has_arrived:
+            bounds_bytes = [
+                min(chunk.head_bytes + used_tail_bytes(address + chunk.slot_offset), chunk.worst_case_bytes)
+                for chunk, _ in chunks
+            ]
+        return staging_of(index).from_host(chunks, bounds_bytes, has_arrived, address, storage.data_ptr(), start.stream)
+
+    def _has_arrived(self, host: torch.Tensor) -> bool:
+        slot = host_pool().slot_of(host)
+        return slot is not None and all(fence.event.query() for fence in slot.fences)
+
+    def _write_on_cpu(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        codec, words = codec_by_name(self._codec), self._site.notes.words
+        elements = _elements(storage, self._dtype)
+        for number, chunk in enumerate(chunks_of(self._codec, storage.nbytes(), self._dtype)):
+            encoded = host[chunk.slot_offset : chunk.slot_offset + chunk.worst_case_bytes]
+            first = chunk.start_bytes // self._dtype.itemsize
+            codec.encode(elements[first : first + chunk.numel], encoded)
+            if words:
+                words[number] = used_tail_bytes(encoded.data_ptr()) // VECTOR_BYTES + 1
+
+    def _read_on_cpu(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+        codec, elements = codec_by_name(self._codec), _elements(storage, self._dtype)
+        for chunk in chunks_of(self._codec, storage.nbytes(), self._dtype):
+            encoded = host[chunk.slot_offset : chunk.slot_offset + chunk.worst_case_bytes]
+            first = chunk.start_bytes // self._dtype.itemsize
+            codec.decode(encoded, elements[first : first + chunk.numel])
 
 
-@dataclasses.dataclass(frozen=True)
 class _Plain:
     """A slot that holds a storage as it is, at its front."""
 
-    def write(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def write(self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None) -> None:
+        """Copy."""
         host[: storage.nbytes()].copy_(_elements(storage, torch.uint8), non_blocking=True)
 
-    def read(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def read(self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None) -> None:
+        """Copy."""
         _elements(storage, torch.uint8).copy_(host[: storage.nbytes()], non_blocking=True)
 
 
 _PLAIN = _Plain()
 
 
-class _Sight(NamedTuple):
-    """An encoded slot whose size is to be read once its bytes have arrived."""
-
-    host: torch.Tensor
-    slot: HostSlot
-    contents: _Encoded
-    storage_bytes: int
-
-
-# At most one slot is kept past its life for this, and only a small one: see `_observe`.
-_waiting: list[_Sight] = []
-_WAITING_BYTES = 64 << 20
-_PATIENCE_STEPS = 8
-
-
-def _observe(sight: _Sight) -> None:
-    """Read an encoded size if it has arrived. Where the host always runs ahead of the device, so that it never has by
-    now, one slot at a time is kept until a later step finds it complete."""
-    if all(fence.event.query() for fence in sight.slot.fences):
-        numel = sight.storage_bytes // sight.contents.dtype.itemsize
-        sight.contents.site.observe(sight.contents.codec.observed_bytes(sight.host, numel, sight.contents.dtype))
-    elif (
-        not _waiting
-        and sight.storage_bytes <= _WAITING_BYTES
-        and sight.contents.site.steps_since_seen >= _PATIENCE_STEPS
-    ):
-        _waiting.append(sight)
-
-
-def _observe_waiting() -> None:
-    if _waiting and all(fence.event.query() for fence in _waiting[0].slot.fences):
-        _observe(_waiting.pop())
+def used_tail_bytes(address: int) -> int:
+    """Tail bytes in use according to the header at a host address."""
+    return VECTOR_BYTES * ctypes.c_uint32.from_address(address + USED_OFFSET).value
 
 
 @functools.cache
@@ -177,11 +222,6 @@ def _elements(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor
     """A whole storage as one flat tensor."""
     numel = storage.nbytes() // dtype.itemsize
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
-
-
-@functools.lru_cache(maxsize=4096)
-def _slot_bytes(codec: str, storage_bytes: int, dtype: torch.dtype) -> int:
-    return max(codec_by_name(codec).worst_case_bytes(storage_bytes // dtype.itemsize, dtype), storage_bytes)
 
 
 def _check_storage(src: torch.Tensor, storage_bytes: int, operator: str) -> None:
@@ -218,7 +258,7 @@ def _fake_decode(
 
 
 def _fake_swap_out(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int, site: str) -> torch.Tensor:
-    return torch.empty(_slot_bytes(codec, storage_bytes, src.dtype), dtype=torch.uint8, device="cpu")
+    return torch.empty(slot_bytes(codec, storage_bytes, src.dtype), dtype=torch.uint8, device="cpu")
 
 
 def _fake_swap_in(

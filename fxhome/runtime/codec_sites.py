@@ -1,18 +1,25 @@
 """What the data-dependent codecs turned out to save, and what was decided from it, while the training runs.
 
 A site is one swapped storage of one graph. Before each step it says whether to encode or to copy plainly: into the same
-slot, which is large enough for both, so changing one's mind needs no new plan. Sizes are read from counts that have
-already arrived in host memory; the device is never waited for.
+slot, which is large enough for both, so changing one's mind needs no new plan. Whatever encodes leaves the sizes in a
+few page-locked words of the site; the host reads those of the last step that has got so far, and waits for nothing.
 """
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import threading
+from typing import NamedTuple
+
+import torch
 
 # Encoding goes on while it takes at most this share of the plain copy's time; then one step in so many tries again.
 BREAK_EVEN = 0.95
 RETRY_STEPS = 50
+# A copy is told to move the last size seen and so much more; a 64th of the tail is added to it.
+MARGIN_BYTES = 4096
+_BOARD_WORDS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -29,10 +36,38 @@ class SiteReport:
     steps: int
 
 
-class CodecSite:
-    """The state of one site. `link_efficiency`: speed of a transfer that encodes, relative to a plain one, per byte."""
+class Notes(NamedTuple):
+    """Words of a board: their address and a view that the host reads."""
 
-    def __init__(self, site: str, codec: str, plain_bytes: int, assumed_bytes: int, link_efficiency: float) -> None:
+    address: int
+    words: ctypes.Array[ctypes.c_uint32]
+
+
+@dataclasses.dataclass
+class _Board:
+    """Page-locked words that devices write and the host reads, `taken` of them given out."""
+
+    words: torch.Tensor
+    taken: int = 0
+
+
+class CodecSite:
+    """The state of one site. `link_efficiency`: speed of a transfer that encodes, relative to a plain one, per byte.
+
+    heads_bytes: bytes of each chunk's head. notes: a word per chunk, where whatever encodes leaves how many vectors of
+    the tail are in use, plus one; 0 until it has done so for the first time.
+    """
+
+    def __init__(
+        self,
+        site: str,
+        codec: str,
+        plain_bytes: int,
+        assumed_bytes: int,
+        link_efficiency: float,
+        heads_bytes: tuple[int, ...] = (),
+        notes: Notes | None = None,
+    ) -> None:
         self.site = site
         self.codec = codec
         self.plain_bytes = plain_bytes
@@ -41,23 +76,36 @@ class CodecSite:
         self.is_encoding = True
         self.decisions_changed = 0
         self.steps = 0
-        self.steps_since_seen = 0
+        self.heads_bytes = heads_bytes
+        self.notes = notes or Notes(0, (ctypes.c_uint32 * 0)())
         self._plain_steps = 0
         self._limit_bytes = plain_bytes * BREAK_EVEN * link_efficiency
 
     def next_step(self) -> bool:
         """Count a step; whether to encode in it. While plain copies win, an attempt now and then looks again."""
+        self.look()
         self.steps += 1
-        self.steps_since_seen += 1
         if self.is_encoding:
             return True
         self._plain_steps += 1
         return self._plain_steps % RETRY_STEPS == 0
 
+    def look(self) -> None:
+        """Read what has been noted by now."""
+        found = self.notes.words[:]
+        if found and 0 not in found:
+            self.observe(sum(self.heads_bytes) + 16 * (sum(found) - len(found)))
+
+    def bounds_bytes(self) -> list[int]:
+        """What each chunk is likely not to exceed, a multiple of 16; 0 where nothing is known yet."""
+        return [
+            0 if word == 0 else head + 16 * (word - 1) + MARGIN_BYTES + (word - 1 >> 2) // 16 * 16
+            for head, word in zip(self.heads_bytes, self.notes.words, strict=True)
+        ]
+
     def observe(self, encoded_bytes: int) -> None:
         """Take note of a size and decide what the next steps do."""
         self.seen_bytes = encoded_bytes
-        self.steps_since_seen = 0
         pays = encoded_bytes <= self._limit_bytes
         if pays != self.is_encoding:
             self.is_encoding = pays
@@ -66,6 +114,7 @@ class CodecSite:
 
     def report(self) -> SiteReport:
         """A snapshot."""
+        self.look()
         return SiteReport(
             site=self.site,
             codec=self.codec,
@@ -79,16 +128,42 @@ class CodecSite:
 
 
 _sites: dict[str, CodecSite] = {}
+_boards: dict[bool, list[_Board]] = {False: [], True: []}
 _lock = threading.Lock()
 
 
-def site_of(site: str, codec: str, plain_bytes: int, assumed_bytes: int, link_efficiency: float) -> CodecSite:
-    """The site of that name; made anew where it is unknown or stands for another codec or size by now."""
+def site_of(site: str, codec: str, plain_bytes: int) -> CodecSite | None:
+    """The site of that name; None where it is unknown or stands for another codec or size by now."""
     found = _sites.get(site)
-    if found is None or found.codec != codec or found.plain_bytes != plain_bytes:
-        with _lock:
-            found = _sites[site] = CodecSite(site, codec, plain_bytes, assumed_bytes, link_efficiency)
-    return found
+    return None if found is None or found.codec != codec or found.plain_bytes != plain_bytes else found
+
+
+def add_site(
+    site: str,
+    codec: str,
+    plain_bytes: int,
+    assumed_bytes: int,
+    link_efficiency: float,
+    heads_bytes: tuple[int, ...] = (),
+    *,
+    pinned: bool = False,
+) -> CodecSite:
+    """Make the site of that name anew. pinned: its notes are written by a device."""
+    with _lock:
+        notes = _new_notes(len(heads_bytes), pinned)
+        made = _sites[site] = CodecSite(site, codec, plain_bytes, assumed_bytes, link_efficiency, heads_bytes, notes)
+    return made
+
+
+def _new_notes(count: int, pinned: bool) -> Notes:
+    """Fresh words of a board. Boards are never freed: a kernel of a forgotten site may still write there."""
+    boards = _boards[pinned]
+    if not boards or boards[-1].taken + count > boards[-1].words.numel():
+        boards.append(_Board(torch.zeros(max(count, _BOARD_WORDS), dtype=torch.int32, pin_memory=pinned)))
+    board = boards[-1]
+    address = board.words.data_ptr() + 4 * board.taken
+    board.taken += count
+    return Notes(address, (ctypes.c_uint32 * count).from_address(address))
 
 
 def site_name(graph_fingerprint: str, storage: str) -> str:
@@ -104,6 +179,7 @@ def reports(graph_fingerprint: str = "") -> tuple[SiteReport, ...]:
 def observed_bytes(graph_fingerprint: str) -> dict[str, int]:
     """Encoded bytes seen, by storage name: what the next plan of this graph assumes."""
     prefix = site_name(graph_fingerprint, "")
+    reports(prefix)  # looks at what has arrived since
     seen = (
         (name.removeprefix(prefix), site.seen_bytes) for name, site in list(_sites.items()) if name.startswith(prefix)
     )

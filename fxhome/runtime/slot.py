@@ -4,21 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from fxhome.runtime.free_space import Block, Fence, latest_fences
 
 
+class Start(NamedTuple):
+    """Where a transfer begins on a CUDA device: the copy stream, which is the current one, and the event after which
+    the device's side may be touched (the copy stream waits for it by itself)."""
+
+    stream: torch.cuda.Stream
+    event: torch.cuda.Event
+
+
 class Contents(Protocol):
     """How a storage lies in its slot, where that is not byte for byte. Both methods run as copies do: on a copy stream
-    of the storage's device, or on the CPU at the moment that the stand-in chooses."""
+    of the storage's device, or (start is None) on the CPU at the moment that the stand-in chooses. They return the
+    stream at whose present end the storage's side is done, where that is not the copy stream."""
 
-    def write(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def write(
+        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
+    ) -> torch.cuda.Stream | None:
         """Put `storage` into the slot's uint8 tensor."""
 
-    def read(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
+    def read(
+        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
+    ) -> torch.cuda.Stream | None:
         """Restore `storage` from the slot's uint8 tensor."""
 
 

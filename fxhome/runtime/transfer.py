@@ -1,7 +1,7 @@
 """Copies between a device and the host pool, ordered by events. The host never waits for the device.
 
     swap_out        d2h stream waits for the work queued so far, then copies; an event marks the end
-    swap_out_wait   the current stream waits for that event; the source may be freed afterwards
+    swap_out_wait   the current stream waits until the source has been read; it may be freed afterwards
     swap_in         buffer allocated on the current stream; h2d stream waits for the work queued so far, then copies
     swap_in_wait    the current stream waits for that copy; the host slot may be freed afterwards
 
@@ -22,7 +22,7 @@ from fxhome.errors import DeviceError
 from fxhome.runtime import stand_in
 from fxhome.runtime.free_space import Fence
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy
+from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy, Start
 
 _RING_LENGTH = 1024
 
@@ -41,13 +41,22 @@ class _CopyQueue:
         self._orders = itertools.count()
         self._ends = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
         self._starts = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
+        self._sides = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
 
-    def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> Fence:
+    def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> torch.cuda.Event:
         """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
-        return self.run(functools.partial(target.copy_, source, True), slot)
 
-    def run(self, work: Callable[[], object], slot: HostSlot) -> Fence:
-        """Queue what `work` launches behind the work queued on the current stream; fence `slot`."""
+        def work(_: Start) -> None:
+            target.copy_(source, True)
+
+        return self.run(work, slot)
+
+    def run(self, work: Callable[[Start], torch.cuda.Stream | None], slot: HostSlot) -> torch.cuda.Event:
+        """Queue what `work` launches behind the work queued on the current stream; fence `slot`.
+
+        Whatever touches the slot runs on this queue's stream. `work` may name another one, always the same of this
+        queue, that is done with the device's side. Gives the event that says when the device's side is done.
+        """
         current = torch.cuda.current_stream(self.stream.device)
         with self._lock:  # a stream remembers only one caller's previous stream, and orders must follow the queue
             order = next(self._orders)
@@ -58,11 +67,14 @@ class _CopyQueue:
                 if fence.queue != self.key:
                     self.stream.wait_event(fence.event)
             with self.stream:
-                work()
+                side = work(Start(self.stream, start))
             end.record(self.stream)
-        fence = Fence(self.key, order, end)
-        slot.add_fence(fence)
-        return fence
+            done = end
+            if side is not None:
+                done = self._sides[order % _RING_LENGTH]
+                done.record(side)
+        slot.add_fence(Fence(self.key, order, end))
+        return done
 
 
 class _CudaLink:
@@ -102,10 +114,10 @@ def swap_out_as(src: torch.Tensor, contents: Contents | None, slot_bytes: int) -
     if is_cuda:
         queue = _link(src.device).out
         if contents is None:
-            fence = queue.copy(host.untyped_storage(), storage, slot)
+            done = queue.copy(host.untyped_storage(), storage, slot)
         else:
-            fence = queue.run(functools.partial(contents.write, host, storage), slot)
-        slot.outgoing = OutgoingCopy(functools.partial(_wait_for, fence))
+            done = queue.run(functools.partial(contents.write, host, storage), slot)
+        slot.outgoing = OutgoingCopy(functools.partial(_wait_for, done))
     else:
         slot.outgoing = OutgoingCopy(stand_in.start_out(slot, storage))
     return host
@@ -171,10 +183,10 @@ def swap_in_as(
     if device.type == "cuda":
         queue = _link(device).back
         if slot.contents is None:
-            fence = queue.copy(storage, host.untyped_storage(), slot)
+            done = queue.copy(storage, host.untyped_storage(), slot)
         else:
-            fence = queue.run(functools.partial(slot.contents.read, host, storage), slot)
-        finish: Callable[[], None] = functools.partial(_wait_on_both, fence, torch.cuda.current_stream(device))
+            done = queue.run(functools.partial(slot.contents.read, host, storage), slot)
+        finish: Callable[[], None] = functools.partial(_wait_on_both, done, torch.cuda.current_stream(device))
     else:
         finish = stand_in.start_in(slot, storage)
     slot.incoming[storage.data_ptr()] = IncomingCopy(buffer, finish)
@@ -213,16 +225,16 @@ def note_host_use(slot: HostSlot, device: torch.device) -> None:
 _use_orders = itertools.count()
 
 
-def _wait_for(fence: Fence, src: torch.Tensor) -> None:
-    torch.cuda.current_stream(src.device).wait_event(fence.event)
+def _wait_for(done: torch.cuda.Event, src: torch.Tensor) -> None:
+    torch.cuda.current_stream(src.device).wait_event(done)
 
 
-def _wait_on_both(fence: Fence, allocated_on: torch.cuda.Stream) -> None:
+def _wait_on_both(done: torch.cuda.Event, allocated_on: torch.cuda.Stream) -> None:
     """The reader's stream waits, and so does the stream that will get the buffer's memory back."""
     current = torch.cuda.current_stream(allocated_on.device)
-    current.wait_event(fence.event)
+    current.wait_event(done)
     if current.cuda_stream != allocated_on.cuda_stream:
-        allocated_on.wait_event(fence.event)
+        allocated_on.wait_event(done)
 
 
 def _slot(host: torch.Tensor, operator: str) -> HostSlot:

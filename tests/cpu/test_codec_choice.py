@@ -82,18 +82,18 @@ def test_pooling_indices_by_the_range_of_the_image(size: int, codec: str) -> Non
     assert {name: both for name, both in found.items() if name.startswith("max_pool")} == wanted
 
 
-def test_rectified_values_move_by_zvc_and_stay_as_they_are() -> None:
+def test_rectified_values_move_encoded_and_stay_as_they_are() -> None:
     run = planned(64)
 
-    assert offers(run)["relu"] == ("", "zvc")
+    assert offers(run)["relu"] == ("", "zvc_exponent")
     s = [fact.owner for fact in run.facts.storages].index("relu")
     assert not run.problem.allowed[s, COMPRESS]
     assert run.problem.allowed[s, COMPRESS_SWAP]
 
 
-def test_dense_floats_have_no_lossless_codec_but_bf16() -> None:
-    assert "convolution_1" not in offers(planned(64))
-    assert offers(planned(64, torch.bfloat16))["convolution_1"] == ("", "exponent")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_dense_floats_move_with_their_exponents_coded(dtype: torch.dtype) -> None:
+    assert offers(planned(64, dtype))["convolution_1"] == ("", "exponent")
 
 
 @pytest.mark.parametrize("lossy", [True, "int4", "fp8_e4m3"])

@@ -125,7 +125,9 @@ def test_a_change_of_mind_between_the_directions_is_harmless() -> None:
     for _ in range(2):
         host = codec_ops.swap_out_encoded_op(dense, place[0], "zvc", 100, "site")
         hosts.append(ops.swap_out_wait(host, dense))
-        codec_sites.site_of("site", "zvc", place[0], 100, 0.8).is_encoding = False
+        site = codec_sites.site_of("site", "zvc", place[0])
+        assert site is not None
+        site.is_encoding = False
     for host in hosts:
         back = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
         assert torch.equal(back, dense)

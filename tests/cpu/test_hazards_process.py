@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -258,3 +259,33 @@ def test_a_module_moved_on_by_a_user_between_steps_is_seen() -> None:
     model.zero_grad()
     step_of(model)(x).backward()
     assert found == [as_bytes(p.grad) for p in model.parameters() if p.grad is not None]
+
+
+def test_forwards_from_several_threads_that_each_need_a_new_plan() -> None:
+    """Every pending forward makes the next one plan again: two threads must not trace the same graph at once."""
+
+    def losses(options: dict[str, Any] | None) -> list[bytes]:
+        fresh()
+        torch.manual_seed(0)
+        model, x = Net(), batch()
+        step = compile_step(step_of(model), options)
+        step(x).backward()
+        model.zero_grad()
+        made: list[torch.Tensor] = []
+
+        def work() -> None:
+            made.extend(step(x) for _ in range(4))
+
+        threads = [threading.Thread(target=work) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        torch.stack(made).sum().backward()
+        gradients = [as_bytes(p.grad) for p in model.parameters() if p.grad is not None]
+        return [as_bytes(loss) for loss in made] + gradients
+
+    expected = losses(None)
+    found = losses({"memory_budget": "70%", "on_infeasible": "best_effort"})
+    assert found == expected
+    assert_no_host_memory_in_use()

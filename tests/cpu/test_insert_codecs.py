@@ -71,7 +71,7 @@ FIXED = {"bitpack", "narrow16", "narrow8"}
 
 
 @pytest.mark.parametrize("timing", ["earliest", "latest"])
-@pytest.mark.parametrize(("code", "codecs"), [(COMPRESS, FIXED), (COMPRESS_SWAP, FIXED | {"zvc"})])
+@pytest.mark.parametrize(("code", "codecs"), [(COMPRESS, FIXED), (COMPRESS_SWAP, FIXED | {"zvc_exponent", "exponent"})])
 def test_lossless_is_bitwise_and_its_peak_exact(case: Case, code: int, codecs: set[str], timing: CopyTiming) -> None:
     found = run(case, place(code), timing)
 
@@ -145,7 +145,7 @@ def test_instructions_of_a_staged_and_of_a_direct_transfer(case: Case) -> None:
             by_codec.setdefault(codec, [item.kind for item in found.program if item.target == name])
 
     assert by_codec["bitpack"][-6:] == ["encode", "swap_out", "swap_out_wait", "swap_in", "swap_in_wait", "decode"]
-    assert by_codec["zvc"][-4:] == ["swap_out", "swap_out_wait", "swap_in", "swap_in_wait"]
+    assert by_codec["zvc_exponent"][-4:] == ["swap_out", "swap_out_wait", "swap_in", "swap_in_wait"]
     targets = [node.target for node in found.forward.graph.nodes]
     assert codec_ops.swap_out_encoded_op in targets
     assert ops.swap_out in targets

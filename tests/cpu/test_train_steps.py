@@ -76,7 +76,6 @@ def test_the_peak_holds_weights_inputs_and_activations(tmp_path: Path) -> None:
 
     # The batch, and at least two activations of its size.
     assert weights + buffers + 3 * batch <= peak
-    assert peak % 512 == 0
 
 
 def test_no_tensor_is_left_behind(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 
-from fxhome.runtime import transfer
+from fxhome.cuda_kernels.chunks import Chunk
+from fxhome.runtime import staging, transfer
 from fxhome.runtime.host_pool import HostPool
 
 DEVICE = torch.device("cuda", 0)
@@ -27,7 +28,7 @@ class Stream:
     current: Stream
     everyone: list[Stream]
 
-    def __init__(self, device: object = None) -> None:
+    def __init__(self, device: object = None, priority: int = 0) -> None:
         self.device = DEVICE
         self.cuda_stream = id(self)
         self.steps: list[Step] = []
@@ -102,6 +103,115 @@ def run_interleaved(seed: int) -> None:
                 what()
 
 
+class FakeKernels:
+    """Stands in for codec kernels and copies by address: a chunk's bytes are one number, found in `Memory.cells`."""
+
+    def move(self, stream: int, target: object, source: object) -> None:
+        streams = {other.cuda_stream: other for other in Stream.everyone}
+
+        def act() -> None:
+            Memory.cells[target] = Memory.cells.get(source)
+
+        streams[stream].steps.append(("do", act))
+
+
+def staged(kernels: FakeKernels, monkeypatch: pytest.MonkeyPatch) -> staging.Staging:
+    """A staging whose buffers and kernels are fakes."""
+    monkeypatch.setattr(
+        staging, "copy_to_host", lambda target, source, size, stream: kernels.move(stream, target, source)
+    )
+    monkeypatch.setattr(
+        staging, "copy_to_device", lambda target, source, size, stream: kernels.move(stream, target, source)
+    )
+    monkeypatch.setattr(staging, "copy_overflow", lambda *arguments: None)
+    made = staging.Staging(DEVICE)
+    for number, ring in enumerate((made.out, made.back)):
+        ring.addresses = tuple((1 + number) * 10**9 + index for index in range(len(ring.ready)))
+    return made
+
+
+def staged_mistakes(seed: int, monkeypatch: pytest.MonkeyPatch, *, forget_free: bool = False) -> list[str]:
+    """Send and fetch tensors of three chunks through the staging buffers, in one random interleaving."""
+    choose, mistakes, kernels = random.Random(seed), list[str](), FakeKernels()
+    compute = Stream()
+    Stream.current = compute
+    made = staged(kernels, monkeypatch)
+    if forget_free:
+        for ring in (made.out, made.back):
+            ring.free = tuple(NeverRecorded() for _ in ring.free)
+    out, back = transfer._CopyQueue(DEVICE), transfer._CopyQueue(DEVICE)
+    pool = HostPool()
+    chunks = [Chunk(number, 1, 16 * number, 0, 16) for number in range(3)]
+    encode = [(chunk, lambda stream, plain, encoded: kernels.move(stream, encoded, plain)) for chunk in chunks]
+    decode = [(chunk, lambda stream, plain, encoded: kernels.move(stream, plain, encoded)) for chunk in chunks]
+    held: list[tuple[int, torch.Tensor, Any]] = []
+
+    def put(value: int, at: int) -> None:
+        for number in range(3):
+            Memory.cells[at + number] = value * 10 + number
+
+    def check(value: int, at: int) -> None:
+        found = [Memory.cells[at + number] for number in range(3)]
+        if found != [value * 10 + number for number in range(3)]:
+            mistakes.append(f"tensor {value} came back as {found}")
+
+    def fetch() -> None:
+        value, host, slot = held.pop(choose.randrange(len(held)))
+        target = 5000 + 100 * (value % 3)
+        work = functools.partial(_read, made, decode, host.data_ptr(), target)
+        compute.wait_event(back.run(work, slot))  # type: ignore[arg-type]
+        compute.steps.append(("do", functools.partial(check, value, target)))
+        compute.steps.append(("do", functools.partial(put, -1, target)))
+
+    for value in range(30):
+        source = 1000 + 100 * (value % 3)
+        compute.steps.append(("do", functools.partial(put, value, source)))
+        host, slot = pool.empty(512, pinned=False)
+        assert slot is not None
+        work = functools.partial(_write, made, encode, host.data_ptr(), source)
+        compute.wait_event(out.run(work, slot))  # type: ignore[arg-type]
+        compute.steps.append(("do", functools.partial(put, -1, source)))  # freed and used by something else
+        held.append((value, host, slot))
+        del host, slot
+        while len(held) > 3:
+            fetch()
+    while held:
+        fetch()
+    run_interleaved(seed)
+
+    return mistakes
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_staging_buffers_are_never_overwritten_too_early(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert staged_mistakes(seed, monkeypatch) == []
+
+
+def test_the_check_notices_a_staging_buffer_reused_too_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the events that guard the buffers, some interleaving goes wrong."""
+    found: list[str] = []
+    for seed in range(25):
+        Stream.everyone = []
+        Memory.cells = {}
+        found += staged_mistakes(seed, monkeypatch, forget_free=True)
+    assert found
+
+
+class NeverRecorded(Event):
+    """An event that somebody forgot to record."""
+
+    def record(self, stream: Stream) -> None:
+        """Do not."""
+
+
+def _write(made: staging.Staging, chunks: Any, host: int, source: int, start: Any) -> Any:
+    return made.to_host(chunks, (16,) * 3, (0,) * 3, source, host, start.stream, start.event)
+
+
+def _read(made: staging.Staging, chunks: Any, host: int, target: int, start: Any) -> Any:
+    return made.from_host(chunks, (16,) * 3, False, host, target, start.stream)
+
+
 def record_steps(seed: int, *, forget_fences: bool = False) -> list[str]:
     """Send and fetch tensors from two streams with few slots and few device buffers; returns the list of mistakes."""
     choose, mistakes = random.Random(seed), list[str]()
@@ -119,8 +229,8 @@ def record_steps(seed: int, *, forget_fences: bool = False) -> list[str]:
         lane, value, host, slot = held.pop(choose.randrange(len(held)))
         Stream.current = computes[lane]
         buffer = Memory(("device", lane, value % 2))
-        fence = back.copy(buffer, Memory(host.data_ptr()), slot)  # type: ignore[arg-type]
-        transfer._wait_on_both(fence, computes[lane])  # type: ignore[arg-type]
+        done = back.copy(buffer, Memory(host.data_ptr()), slot)  # type: ignore[arg-type]
+        transfer._wait_on_both(done, computes[lane])  # type: ignore[arg-type]
         Stream.current.steps.append(("do", functools.partial(check, buffer, value)))
 
     for value in range(40):
@@ -132,8 +242,8 @@ def record_steps(seed: int, *, forget_fences: bool = False) -> list[str]:
         assert slot is not None
         if forget_fences:
             slot.fences = ()
-        fence = out.copy(Memory(host.data_ptr()), source, slot)  # type: ignore[arg-type]
-        transfer._wait_for(fence, torch.empty(0))
+        done = out.copy(Memory(host.data_ptr()), source, slot)  # type: ignore[arg-type]
+        transfer._wait_for(done, torch.empty(0))
         source.set(-1)  # the buffer is freed and used by something else
         held.append((lane, value, host, slot))
         del host, slot

@@ -1,4 +1,4 @@
-"""Codec kernels on a GPU: agreement with the references, host buffers, streams, corruption, determinism."""
+"""Codec kernels on a GPU: agreement with the references, streams, corruption, determinism."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from fxhome.cuda_kernels import Codec, CodecError, codec_by_name, codec_names, raise_if_corrupt
+from fxhome.cuda_kernels.overflow import copy_overflow
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -41,23 +42,19 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.contiguous().view(-1).view(BITS[tensor.dtype.itemsize]).cpu()
 
 
-def buffer_for(codec: Codec, source: torch.Tensor, pinned: bool) -> torch.Tensor:
+def buffer_for(codec: Codec, source: torch.Tensor) -> torch.Tensor:
     size_bytes = codec.worst_case_bytes(source.numel(), source.dtype)
-    buffer = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True) if pinned else None
-    if buffer is None:
-        buffer = torch.empty(size_bytes, dtype=torch.uint8, device="cuda")
-    return buffer.fill_(0xA5)
+    return torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
 
 
 @pytest.mark.parametrize(("name", "dtype"), CASES, ids=str)
 @pytest.mark.parametrize("numel", [0, 1, 4097, 100_003])
-@pytest.mark.parametrize("pinned", [False, True])
-def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype, numel: int, pinned: bool) -> None:
+def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype, numel: int) -> None:
     codec = codec_by_name(name)
     source = make_source(dtype, numel)
     if codec.lossless:
         source = with_special_values(source)
-    encoded = buffer_for(codec, source, pinned)
+    encoded = buffer_for(codec, source)
     target = torch.full_like(source, 1)
     reference = torch.zeros(encoded.numel(), dtype=torch.uint8)
     expected = torch.zeros(numel, dtype=dtype)
@@ -81,7 +78,7 @@ def test_kernel_agrees_with_the_reference(name: str, dtype: torch.dtype, numel: 
 def test_unaligned_source_is_encoded_in_place(name: str) -> None:
     codec = codec_by_name(name)
     source = make_source(torch.bfloat16, 10_001)[1:]
-    encoded = buffer_for(codec, source, pinned=False)
+    encoded = buffer_for(codec, source)
     target = torch.zeros(10_001, dtype=torch.bfloat16, device="cuda")[1:]
 
     codec.encode(source, encoded)
@@ -94,7 +91,7 @@ def test_two_streams_and_many_in_flight() -> None:
     """Each stream keeps its own order; nothing is shared between calls but the status flag."""
     codec = codec_by_name("zvc")
     sources = [make_source(torch.float32, 200_000 + index, seed=index) for index in range(16)]
-    buffers = [buffer_for(codec, source, pinned=True) for source in sources]
+    buffers = [buffer_for(codec, source) for source in sources]
     targets = [torch.ones_like(source) for source in sources]
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     torch.cuda.synchronize()
@@ -117,7 +114,7 @@ def test_encoding_twice_gives_the_same_decoded_bits(name: str, dtype: torch.dtyp
     source = make_source(dtype, 50_001)
     decoded = []
     for _ in range(2):
-        encoded = buffer_for(codec, source, pinned=False)
+        encoded = buffer_for(codec, source)
         target = torch.empty_like(source)
         codec.encode(source, encoded, seed=3)
         codec.decode(encoded, target)
@@ -126,13 +123,13 @@ def test_encoding_twice_gives_the_same_decoded_bits(name: str, dtype: torch.dtyp
     assert torch.equal(decoded[0], decoded[1])
 
 
-@pytest.mark.parametrize("name", ["zvc", "csr", "rle", "exponent"])
+@pytest.mark.parametrize("name", ["zvc", "csr", "rle", "exponent", "zvc_exponent"])
 @pytest.mark.parametrize("offset", [0, 128])
 def test_corrupted_buffer_is_reported(name: str, offset: int) -> None:
     """Offset 0 is the header, 128 the first tile's word."""
     codec = codec_by_name(name)
     source = make_source(torch.bfloat16, 50_000)
-    encoded = buffer_for(codec, source, pinned=False)
+    encoded = buffer_for(codec, source)
     codec.encode(source, encoded)
     encoded[offset : offset + 4] = 0x7E
 
@@ -147,7 +144,7 @@ def test_corrupted_buffer_is_reported(name: str, offset: int) -> None:
 def test_index_that_does_not_fit_is_reported() -> None:
     codec = codec_by_name("narrow8")
     source = torch.full((1000,), 256, device="cuda")
-    encoded = buffer_for(codec, source, pinned=False)
+    encoded = buffer_for(codec, source)
 
     codec.encode(source, encoded)
     torch.cuda.synchronize()
@@ -156,21 +153,63 @@ def test_index_that_does_not_fit_is_reported() -> None:
         raise_if_corrupt()
 
 
-def test_pageable_and_truncated_buffers_are_refused() -> None:
+def test_host_and_truncated_buffers_are_refused() -> None:
     codec = codec_by_name("zvc")
     source = make_source(torch.float32, 1000)
     size_bytes = codec.worst_case_bytes(1000, torch.float32)
 
-    with pytest.raises(CodecError, match="pageable"):
-        codec.encode(source, torch.empty(size_bytes, dtype=torch.uint8))
+    with pytest.raises(CodecError, match="copy engine"):
+        codec.encode(source, torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True))
     with pytest.raises(CodecError, match="truncated"):
         codec.decode(torch.empty(size_bytes - 16, dtype=torch.uint8, device="cuda"), source)
+
+
+@pytest.mark.parametrize("name", ["zvc", "csr", "rle", "exponent", "zvc_exponent"])
+def test_buffer_cut_short_is_reported(name: str) -> None:
+    """Only a part of the bytes in use arrived, and the header says so: an error, and no access beyond them."""
+    codec = codec_by_name(name)
+    source = with_special_values(make_source(torch.bfloat16, 50_000))
+    encoded = buffer_for(codec, source)
+    codec.encode(source, encoded)
+    used = encoded[20:24].view(torch.int32)
+    used -= 1
+
+    codec.decode(encoded, torch.empty_like(source))
+    torch.cuda.synchronize()
+
+    with pytest.raises(CodecError, match="bad buffer or value"):
+        raise_if_corrupt()
+
+
+@pytest.mark.parametrize("missing_bytes", [0, 16, 4096, 100_000])
+def test_what_a_copy_left_out_is_moved_and_the_count_is_noted(missing_bytes: int) -> None:
+    codec = codec_by_name("zvc")
+    source = make_source(torch.float32, 200_000)
+    encoded = buffer_for(codec, source)
+    codec.encode(source, encoded)
+    torch.cuda.synchronize()
+    head_bytes, used = codec.head_bytes(200_000, torch.float32), 16 * int(encoded[20:24].view(torch.int32))
+    host = torch.full((encoded.numel(),), 0x5A, dtype=torch.uint8, pin_memory=True)
+    note = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+    copied_bytes = head_bytes + used - missing_bytes
+    host[:copied_bytes].copy_(encoded[:copied_bytes])
+
+    sizes = (head_bytes, encoded.numel())
+    stream, address = torch.cuda.current_stream().cuda_stream, encoded.data_ptr()
+    copy_overflow(
+        torch.cuda.current_device(), stream, address, address, host.data_ptr(), copied_bytes, sizes, note.data_ptr()
+    )
+    torch.cuda.synchronize()
+
+    assert torch.equal(host[: head_bytes + used], encoded[: head_bytes + used].cpu())
+    assert bool((host[head_bytes + used :] == 0x5A).all())
+    assert int(note) == used // 16 + 1
 
 
 def test_no_allocation_in_the_steady_state() -> None:
     codec = codec_by_name("zvc")
     source = make_source(torch.float32, 100_000)
-    encoded, target = buffer_for(codec, source, pinned=True), torch.empty_like(source)
+    encoded, target = buffer_for(codec, source), torch.empty_like(source)
     codec.encode(source, encoded)
     codec.decode(encoded, target)
     before = torch.cuda.memory_stats()["allocation.all.allocated"]

@@ -10,8 +10,11 @@ import torch
 from numpy.typing import NDArray
 
 from fxhome.cuda_kernels.codec import Codec
-from fxhome.cuda_kernels.dispatch import KernelCall
+from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch
 from fxhome.cuda_kernels.launch import build_kernel
+from fxhome.cuda_kernels.layout import VECTOR_BYTES
+from fxhome.cuda_kernels.tiled import TiledCodec
+from fxhome.cuda_kernels.tiles import tile_places, tile_words, used_vectors
 from tests.sim.emulation import POISON, Memory, run_kernel
 
 Bytes = NDArray[np.uint8]
@@ -25,6 +28,11 @@ class Encoded:
     head: Bytes
     tail: Bytes
     status: int = 0
+
+    @property
+    def whole(self) -> Bytes:
+        """Head and tail in one buffer."""
+        return np.concatenate([self.head, self.tail])
 
 
 @dataclass(frozen=True)
@@ -60,21 +68,13 @@ def poisoned(size_bytes: int) -> Bytes:
 def kernel_encode(codec: Codec, source: torch.Tensor, launch: Launch = DEFAULT, seed: int | None = None) -> Encoded:
     layout = codec.layout(source.numel(), source.dtype)
     memory = Memory()
-    data, head, tail, status = (
-        raw(source),
-        poisoned(layout.head_bytes),
-        poisoned(layout.tail_bytes),
-        np.zeros(4, np.uint8),
-    )
-    plain_address = memory.add(data, launch.misalignment)
-    head_address, tail_address, status_address = memory.add(head), memory.add(tail), memory.add(status)
-    call = KernelCall(0, plain_address, source.numel(), source.dtype, head_address, tail_address, layout, False)
+    data, encoded, status = raw(source), poisoned(layout.worst_case_bytes), np.zeros(4, np.uint8)
+    plain_address, encoded_address = memory.add(data, launch.misalignment), memory.add(encoded)
+    status_address = memory.add(status)
     if source.numel():
-        prepared = codec.encode_launch(call, status_address, seed)
-        threads = min(launch.threads, prepared.max_threads)
-        kernel = build_kernel(prepared.kernel)
-        run_kernel(kernel, memory, *prepared.arguments, blocks=launch.blocks, threads=threads, reverse=launch.reverse)
-    return Encoded(head, tail, int(status.view(np.uint32)[0]))
+        prepared = codec.encode_launch(KernelCall(source.numel(), source.dtype, layout), status_address, seed)
+        _run(prepared, memory, plain_address, encoded_address, launch)
+    return Encoded(encoded[: layout.head_bytes], encoded[layout.head_bytes :], int(status.view(np.uint32)[0]))
 
 
 def kernel_decode(
@@ -85,28 +85,64 @@ def kernel_decode(
     memory = Memory()
     target, status = poisoned(numel * dtype.itemsize), np.zeros(4, np.uint8)
     plain_address = memory.add(target, launch.misalignment)
-    head_address, tail_address = memory.add(encoded.head.copy()), memory.add(encoded.tail.copy())
-    call = KernelCall(0, plain_address, numel, dtype, head_address, tail_address, layout, False)
-    status_address = memory.add(status)
+    encoded_address, status_address = memory.add(encoded.whole), memory.add(status)
     if numel:
-        prepared = codec.decode_launch(call, status_address)
-        threads = min(launch.threads, prepared.max_threads)
-        kernel = build_kernel(prepared.kernel)
-        run_kernel(kernel, memory, *prepared.arguments, blocks=launch.blocks, threads=threads, reverse=launch.reverse)
+        prepared = codec.decode_launch(KernelCall(numel, dtype, layout), status_address)
+        _run(prepared, memory, plain_address, encoded_address, launch)
     return from_raw(target, dtype), int(status.view(np.uint32)[0])
+
+
+def _run(prepared: KernelLaunch, memory: Memory, plain: int, encoded: int, launch: Launch) -> None:
+    """Run the kernel under emulation, after clearing what the real launch clears."""
+    if prepared.clears_offset is not None:
+        memory.span(encoded + prepared.clears_offset, 4)[:] = 0
+    threads = min(launch.threads, prepared.max_threads)
+    kernel = build_kernel(prepared.kernel)
+    arguments = prepared.at(plain, encoded)
+    run_kernel(kernel, memory, *arguments, blocks=launch.blocks, threads=threads, reverse=launch.reverse)
 
 
 def reference_encode(codec: Codec, source: torch.Tensor, seed: int | None = None) -> Encoded:
     layout = codec.layout(source.numel(), source.dtype)
-    head, tail = torch.zeros(layout.head_bytes, dtype=torch.uint8), torch.zeros(layout.tail_bytes, dtype=torch.uint8)
-    codec.encode(source, head, tail=tail, seed=seed)
-    return Encoded(head.numpy(), tail.numpy())
+    encoded = torch.zeros(layout.worst_case_bytes, dtype=torch.uint8)
+    codec.encode(source, encoded, seed=seed)
+    return Encoded(encoded.numpy()[: layout.head_bytes], encoded.numpy()[layout.head_bytes :])
 
 
 def reference_decode(codec: Codec, encoded: Encoded, numel: int, dtype: torch.dtype) -> torch.Tensor:
     target = from_raw(poisoned(numel * dtype.itemsize), dtype)
-    codec.decode(torch.from_numpy(encoded.head), target, tail=torch.from_numpy(encoded.tail))
+    codec.decode(torch.from_numpy(encoded.whole), target)
     return target
+
+
+def in_tile_order(codec: TiledCodec, encoded: Encoded, numel: int, dtype: torch.dtype) -> list[tuple[int, bytes]]:
+    """(word, part of the tail without padding) of every tile: what two encodings agree in, whatever their packing."""
+    layout = codec.layout(numel, dtype)
+    words, places = tile_words(encoded.head, layout), tile_places(encoded.head, layout)
+    sizes = codec.used_bytes(words.astype(np.int64), dtype)
+    starts = [int(place) * VECTOR_BYTES for place in places]
+    spans = sorted(
+        (start, start + -(-int(size) // VECTOR_BYTES) * VECTOR_BYTES) for start, size in zip(starts, sizes, strict=True)
+    )
+    assert [end for _, end in spans[:-1]] == [start for start, _ in spans[1:]], "the parts of the tail do not adjoin"
+    assert spans[0][0] == 0
+    assert spans[-1][1] == used_vectors(encoded.head) * VECTOR_BYTES
+    return [
+        (int(word), encoded.tail[start : start + int(size)].tobytes())
+        for word, start, size in zip(words, starts, sizes, strict=True)
+    ]
+
+
+def tiled_parts_agree(codec: Codec, kernel: Encoded, reference: Encoded, numel: int, dtype: torch.dtype) -> bool:
+    """Whether headers, words, planes and tails agree, up to the order in which the tiles were packed."""
+    assert isinstance(codec, TiledCodec)
+    layout = codec.layout(numel, dtype)
+    planes = slice(layout.planes_offset, layout.planes_offset + layout.tiles * layout.plane_bytes)
+    return (
+        np.array_equal(kernel.head[:24], reference.head[:24])
+        and np.array_equal(kernel.head[planes], reference.head[planes])
+        and in_tile_order(codec, kernel, numel, dtype) == in_tile_order(codec, reference, numel, dtype)
+    )
 
 
 def same_bits(left: torch.Tensor, right: torch.Tensor) -> bool:

@@ -97,6 +97,13 @@ class _Machine:
 
             return apply
 
+        def global_add(address: int, value: int) -> int:
+            span = self.memory.span(address, 4).view(np.uint32)
+            before = int(span[0])
+            span[0] = _u32(before + value)
+            return before
+
+        table[simt.global_add_u32] = global_add
         table[simt.shared_add_u32] = combine(lambda old, value: old + value)
         table[simt.shared_or_u32] = combine(lambda old, value: old | value)
         table[simt.thread_index] = lambda: self.thread

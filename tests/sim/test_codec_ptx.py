@@ -11,6 +11,7 @@ import torch
 from fxhome.cuda_kernels import codec_by_name, codec_names
 from fxhome.cuda_kernels.flat import FlatCodec
 from fxhome.cuda_kernels.launch import KernelKey, compile_ptx
+from fxhome.cuda_kernels.overflow import KERNEL as OVERFLOW
 from fxhome.cuda_kernels.tiled import TiledCodec
 
 CAPABILITIES = [(7, 5), (8, 0), (8, 6), (8, 9), (10, 0)]
@@ -36,6 +37,24 @@ def test_kernel_compiles_clean(name: str, direction: str) -> None:
     assert not re.search(r"\.f64\b", ptx)
     assert not re.search(r"\.local\b", ptx)
     assert parameters.count(".param .u64") == parameters.count(".param") > 0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_rectified_floats_compile_clean(direction: str, dtype: torch.dtype) -> None:
+    """Each float format is a kernel of its own."""
+    codec = codec_by_name("zvc_exponent")
+    assert isinstance(codec, TiledCodec)
+
+    ptx = compile_ptx(codec.kernel_key(direction, dtype), (9, 0))
+
+    assert not re.search(r"\.(f64|local)\b", ptx)
+
+
+def test_what_moves_the_rest_of_a_buffer_compiles_clean() -> None:
+    ptx = compile_ptx(OVERFLOW, (9, 0))
+
+    assert not re.search(r"\.(f64|local)\b", ptx)
 
 
 @pytest.mark.parametrize("capability", CAPABILITIES, ids=lambda capability: f"sm_{capability[0]}{capability[1]}")
