@@ -10,10 +10,10 @@ Only fixed-rate codecs stay on the device: a size that depends on the data is no
 is the search's decision; here is only what it may choose from, and the assumed size, which observation replaces.
 """
 
+import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -41,7 +41,7 @@ _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class StorageCodecs:
     """What one storage may be encoded with. Names are empty where there is no such codec.
 
@@ -57,6 +57,11 @@ class StorageCodecs:
     link_bytes: int = 0
     slot_bytes: int = 0
     staged: bool = False
+
+    @property
+    def is_direct(self) -> bool:
+        """Whether `swap` encodes on the way, through the small staging buffers."""
+        return bool(self.swap) and not self.staged
 
 
 NO_CODEC = StorageCodecs()
@@ -86,6 +91,18 @@ def choose_codecs(
     return tuple(chooser.choose(storage, nodes.get(storage.name)) for storage in facts.storages)
 
 
+def without_direct(codecs: Sequence[StorageCodecs]) -> tuple[StorageCodecs, ...]:
+    """The same choice without what is encoded on its way to the host; compressing on the device stays."""
+    return tuple(
+        codec
+        if not codec.is_direct
+        else dataclasses.replace(codec, swap="", link_bytes=0, slot_bytes=0)
+        if codec.compress
+        else NO_CODEC
+        for codec in codecs
+    )
+
+
 def assumed_bytes(codec_name: str, numel: int, dtype: torch.dtype, zeros: float) -> int:
     """Encoded bytes to plan with, for a tensor of which the share `zeros` is zero."""
     codec = codec_by_name(codec_name)
@@ -94,7 +111,7 @@ def assumed_bytes(codec_name: str, numel: int, dtype: torch.dtype, zeros: float)
     return codec.expected_bytes(numel, dtype, EXPONENT_TAIL_SHARE if codec_name == "exponent" else 1.0 - zeros)
 
 
-@dataclass
+@dataclasses.dataclass
 class _Chooser:
     facts: GraphFacts
     profile: DeviceProfile

@@ -149,9 +149,13 @@ def staging_of(device_index: int) -> Staging:
 
 
 def reserve_staging(device: torch.device, largest_storage_bytes: int) -> int:
-    """Allocate a CUDA device's staging now, for storages up to that size; returns its bytes, 0 on other devices."""
+    """Allocate a CUDA device's staging now, for storages up to that size (0: as it is).
+
+    Returns the bytes that it holds; 0 on other devices.
+    """
     if device.type != "cuda":
         return 0
     staging = staging_of(torch.cuda.current_device() if device.index is None else device.index)
-    staging.reserve(largest_storage_bytes)
+    if largest_storage_bytes:
+        staging.reserve(largest_storage_bytes)
     return 2 * BUFFERS * staging.size_bytes
