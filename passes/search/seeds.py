@@ -18,6 +18,7 @@ from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP
 RELAXATIONS = 3
 # Above this many storages, seeds whose cost grows faster than linearly (linear programs, Capuchin) are left out.
 LARGE_DECISIONS = 4000
+SLOW_DECISIONS = 1500
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
 
 
@@ -78,7 +79,12 @@ def constructive_seeds(
 
 def first_bound(s: Structure, budget_bytes: int) -> Bound:
     """The relaxation at the budget itself: a start for `relaxed_seeds`, and the bound that the result is told with."""
-    return lower_bound(s.problem, budget_bytes, structure=s)
+    return lower_bound(s.problem, budget_bytes, structure=s, rounds=1 if _is_slow(s) else 2)
+
+
+def _is_slow(s: Structure) -> bool:
+    """Whether the relaxation takes seconds, so that it is solved only once."""
+    return int(s.reachable.sum()) > SLOW_DECISIONS
 
 
 def relaxed_seeds(
@@ -93,7 +99,7 @@ def relaxed_seeds(
     made: list[Placements] = []
     target = evaluator.budget_bytes
     anchors: tuple[int, ...] = ()
-    for turn in range(RELAXATIONS):
+    for turn in range(1 if _is_slow(s) else RELAXATIONS):
         if turn == 0:
             bound = first.result()
             evaluator.lower_bound_us = bound.step_us
