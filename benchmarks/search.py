@@ -19,7 +19,7 @@ from typing import Any
 
 from benchmarks.search_problems import chain, dense, residual, transformer
 from fxhome.passes.search import POLICIES, SearchResult, lower_bound, search
-from fxhome.passes.search.swarm import Ingredients
+from fxhome.passes.search.seeds import Ingredients
 from fxhome.passes.simulate import Problem, evaluate
 
 RESULTS = Path(__file__).parent / "results"
