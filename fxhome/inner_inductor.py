@@ -64,7 +64,7 @@ def compile_inductor(
         )
         if attempt < MAX_REPLANS:
             more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
-            situation = with_lowering(situation, more)
+            situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
     raise planned.refuse(predicted)
 

@@ -501,6 +501,9 @@ def rewrite(
     return insert_transfers(*graphs, program, num_fwd_outputs, named, graph_key)
 
 
-def with_lowering(situation: Situation, missed_bytes: int) -> Situation:
-    """The same situation after lowering needed `missed_bytes` more than the model said."""
-    return replace(situation, lowering_bytes=max(situation.lowering_bytes, missed_bytes))
+def with_lowering(situation: Situation, missed_bytes: int, budget_bytes: int) -> Situation:
+    """The same situation after lowering needed `missed_bytes` more than the model said; the budget stays what it was,
+    also where it was a share of the baseline.
+    """
+    lowering_bytes = max(situation.lowering_bytes, missed_bytes)
+    return replace(situation, lowering_bytes=lowering_bytes, settled_bytes=budget_bytes)
