@@ -47,6 +47,10 @@ class OverLimitError(BaseException):
         self.is_backward = is_backward
 
 
+class MeasuredError(BaseException):
+    """Ends a lowering that was only to be measured."""
+
+
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
     """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
     them.
@@ -58,10 +62,17 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         workspace: Mapping[str, int],
         forward_limit_bytes: int | None = None,
         backward_limit_bytes: int | None = None,
+        *,
+        stops_over_limit: bool = True,
+        only_measures: bool = False,
     ) -> None:
-        """The limits: what each graph may hold above what is resident; over it, OverLimitError. None: only measure."""
+        """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
+        `stops_over_limit` is False). None: no limit. only_measures: every lowering ends here, by MeasuredError.
+        """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
+        self.stops_over_limit = stops_over_limit
+        self.only_measures = only_measures
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
@@ -78,13 +89,15 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             if limit is not None:
                 nodes = relieve(nodes, buffers, limit)
         peak = buffers.peak(nodes)
-        if limit is not None and peak.peak_bytes > limit:
+        if limit is not None and peak.peak_bytes > limit and self.stops_over_limit:
             raise OverLimitError(peak, V.graph.is_backward)
         if V.graph.is_backward:
             self.backward = peak
         else:
             self.forward = peak
         self.order = [_label(node) for node in nodes]
+        if self.only_measures:
+            raise MeasuredError
         return nodes
 
     def uuid(self) -> Any:

@@ -71,6 +71,8 @@ class Situation:
     """
     leave_room: bool = False
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
+    smallest: bool = False
+    """Do not search: the smallest plan that is known, whatever it costs and whether or not it fits."""
     settled_bytes: int | None = None
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     observed_bytes: tuple[tuple[str, int], ...] = ()
@@ -288,7 +290,7 @@ def plan_graph(
         )
 
     stale = overwritten_saved(stock[0], num_fwd_outputs)
-    fits = baseline_bytes <= budget and not situation.leave_room
+    fits = baseline_bytes <= budget and not situation.leave_room and not situation.smallest
     if replay is None and fits and options.policy == "pso" and not stale:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
@@ -316,7 +318,11 @@ def plan_graph(
     else:
         placement, result, stats, gap = runner.run(
             "search",
-            lambda: _search(problem, facts, options, budget, fixed + staging, stock_placement, resident, classes),
+            lambda: (
+                _smallest(problem, options, budget, fixed + staging)
+                if situation.smallest
+                else _search(problem, facts, options, budget, fixed + staging, stock_placement, resident, classes)
+            ),
         )
         notes: tuple[str, ...] = (
             () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
@@ -404,6 +410,17 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
         margin = max(free_bytes // 50, 1 << 20)
         return resident_bytes + free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
     return budget.resolve(baseline_bytes), str(budget)
+
+
+def _smallest(
+    problem: Problem, options: Options, budget: int, fixed: int
+) -> tuple[Placements, SimResult, SearchStats, float | None]:
+    """The smallest plan that is known, with its copies scheduled for the budget or, over it, for its own peak."""
+    begin = time.perf_counter()
+    peak, placement = minimum_peak(problem, options.seed)
+    result = simulate(problem, placement, max(peak, budget - fixed))
+    stats = SearchStats("smallest", options.seed, 0, time.perf_counter() - begin, "nothing faster fits once lowered")
+    return placement, result, stats, None
 
 
 def _search(

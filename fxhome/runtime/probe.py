@@ -138,7 +138,7 @@ def _copy_slowdown(out: Callable[[], object], back: Callable[[], object], device
         products()
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e-3
+        return float(begin.elapsed_time(end)) * 1e-3
 
     products()
     ratios = []
