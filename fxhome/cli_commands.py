@@ -125,7 +125,7 @@ def show(arguments: argparse.Namespace) -> Result:
 
 
 def profile(arguments: argparse.Namespace) -> Result:
-    """`fxhome profile`: measure a device."""
+    """`fxhome profile`: measure a device, and tune the codecs' kernels on a GPU."""
     _check_output(arguments.output)
     device = _device(arguments.device)
     from fxhome.device import measure_profile
@@ -135,12 +135,30 @@ def profile(arguments: argparse.Namespace) -> Result:
         measured.save(arguments.output)
 
     document = json.loads(measured.to_json())
+    tuned = _tune_codecs(device) if device.type == "cuda" else None
+    if tuned is not None:
+        document["codecs"] = tuned
 
     def show_profile(console: Console) -> None:
         render_profile(document["device_profile"], console)
+        if tuned is not None:
+            console.print(f"codecs: {tuned}", markup=False, highlight=False)
         _say_written(arguments.output, console)
 
     return Result(lambda: document, show_profile)
+
+
+def _tune_codecs(device: torch.device) -> str:
+    """Find the fastest launches of the codecs' kernels on a GPU; what to tell about it."""
+    from fxhome.cuda_kernels.autotune import tune_codecs, tuning_keys
+    from fxhome.cuda_kernels.errors import CodecUnavailableError
+    from fxhome.progress import progress
+
+    try:
+        with progress("tuning codecs", total=len(tuning_keys())) as advance:
+            return f"tuned, kept in {tune_codecs(device, advance)}"
+    except CodecUnavailableError as error:
+        return f"not tuned: {error}"
 
 
 def _plans_result(plans: tuple[Plan, ...], written: str | None) -> Result:

@@ -16,6 +16,7 @@ import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxhome.device import DeviceProfile, allocatable_bytes, device_identity
+from fxhome.errors import DeviceError
 from fxhome.runtime.host_pool import HostPool
 
 _MIB = 1024 * 1024
@@ -31,10 +32,16 @@ Timer = Callable[[Callable[[], object], int], float]  # (work, repetitions) -> m
 
 
 def measure(device: torch.device) -> DeviceProfile:
-    """Profile a resolved device (see fxhome.device.resolve_device)."""
+    """Profile a resolved device (see fxhome.device.resolve_device). Raises DeviceError where it has no memory free."""
     with _disable_current_modes(), torch.no_grad():
         pool = HostPool()  # of its own: what measuring needs is not charged to the steps that follow
-        profile = _measure_cuda(pool, device) if device.type == "cuda" else _measure_cpu(pool)
+        try:
+            profile = _measure_cuda(pool, device) if device.type == "cuda" else _measure_cpu(pool)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"device {device}: too little of its memory is free to measure it once ({str(error).splitlines()[0]}); "
+                "run `fxhome profile` before the model is built: what it finds is kept for later processes"
+            ) from None
         pool.close()
         return profile
 
@@ -208,7 +215,7 @@ def _launch_us(device: torch.device, median: Timer) -> float:
 
 def _matrix_rates(device: torch.device, size: int, median: Timer) -> tuple[tuple[str, float], ...]:
     # Varied values: a GPU multiplying zeros draws less power and runs faster than it ever does in training.
-    values = torch.arange(size * size, device=device).remainder_(251).sub_(125).view(size, size)
+    values = torch.arange(size * size, device=device, dtype=torch.float32).remainder_(251).sub_(125).view(size, size)
     rates = []
     for dtype in _DTYPES:
         left = (values / 125).to(dtype)

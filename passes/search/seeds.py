@@ -16,8 +16,9 @@ from fxhome.passes.search.structure import Structure
 from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP
 
 RELAXATIONS = 3
-# Above this many storages, seeds whose cost grows faster than linearly (linear programs, Capuchin) are left out.
+# Above this many storages, seeds whose cost grows faster than linearly are left out: linear programs, then Capuchin.
 LARGE_DECISIONS = 4000
+CAPUCHIN_DECISIONS = 20_000
 SLOW_DECISIONS = 1500
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
 
@@ -48,7 +49,7 @@ def constructive_seeds(
     base = base_placement(problem, s.demanded)
     starts: list[tuple[Placements, Prices]] = []
     published = [checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
-    if s.decisions.shape[0] <= LARGE_DECISIONS:
+    if s.decisions.shape[0] <= CAPUCHIN_DECISIONS:
         published.insert(0, capuchin)
     for policy in published:
         starts.append((policy(s, evaluator, storage_class), Prices(link=0.5)))

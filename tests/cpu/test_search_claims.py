@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -12,7 +14,7 @@ from hypothesis import strategies as st
 from benchmarks.search_problems import GraphBuilder, chain, dense, load_case, residual, transformer
 from fxhome.passes.search import POLICIES, search
 from fxhome.passes.search.evaluator import Evaluator
-from fxhome.passes.simulate import Link, Problem, evaluate
+from fxhome.passes.simulate import RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, evaluate
 from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, INPUT
 
 PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
@@ -31,12 +33,12 @@ MODELS: dict[str, Callable[[], Case]] = {
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> Case:
-    """A random forward of 12 to 24 operators with shortcuts, and a backward that reads it in reverse."""
+def networks(draw: st.DrawFn, least: int = 12, most: int = 24) -> Case:
+    """A random forward of so many operators with shortcuts, and a backward that reads it in reverse."""
     b = GraphBuilder()
     source, weight = b.node(INPUT, [], 0, 0.0), b.node(INPUT, [], 0, 0.0)
     nodes = [b.node(FORWARD, [source, weight], 50_000, 40.0, kind="convolution")]
-    for _ in range(draw(st.integers(11, 23))):
+    for _ in range(draw(st.integers(least, most)) - 1):
         reads = {nodes[-1], draw(st.sampled_from(nodes[-4:]))}
         kind = draw(st.sampled_from(KINDS))
         size, time_us = draw(st.integers(1, 90)) * 1000, float(draw(st.integers(1, 120)))
@@ -60,6 +62,35 @@ def test_no_policy_that_fits_has_a_shorter_step(case: Case, share: float) -> Non
         if other.feasible:
             assert ours.feasible, policy
             assert ours.step_us <= other.step_us * (1 + 1e-9), policy
+
+
+@pytest.mark.slow
+@settings(max_examples=5, suppress_health_check=[HealthCheck.too_slow])
+@given(networks(12, 12), st.floats(0.45, 0.9), st.data())
+def test_brute_force_over_twelve_storages_confirms_bound_and_optimum(
+    case: Case, share: float, data: st.DataObject
+) -> None:
+    full, _ = case
+    allowed = full.allowed.copy()
+    deciding = full.decisions()
+    assert deciding.shape[0] == 12
+    for i, storage in enumerate(deciding):  # 3**3 * 2**9 placements: more than the search walks through by itself
+        codes = data.draw(st.permutations([SWAP, RECOMPUTE, RECOMPUTE_EACH]))[: 2 if i % 4 == 0 else 1]
+        allowed[storage, 1:] = False
+        allowed[storage, codes] = True
+    problem = Problem(full.arrays, full.link, allowed, full.group)
+    budget = int(share * evaluate(problem, problem.keep_all(), EVERYTHING)[0])
+    fits = []
+    for row in itertools.product(*(np.flatnonzero(options) for options in allowed)):
+        peak, step = evaluate(problem, np.array(row, np.int8), budget)
+        if peak <= budget:
+            fits.append(step)
+    found = search(problem, budget, bound=True)
+    assert found.lower_bound_us is not None
+    assert found.feasible == bool(fits)
+    if fits:
+        assert found.lower_bound_us <= min(fits) * (1 + 1e-9)
+        assert found.step_us == pytest.approx(min(fits), rel=1e-9)
 
 
 @pytest.mark.slow
