@@ -36,6 +36,7 @@ from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import COMPRESS_SWAP, Link, Placements, Problem, SimResult, holders, simulate
+from fxhome.passes.torch_compat import optimizes_layout
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
@@ -210,7 +211,14 @@ def plan_graph(
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
-    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
+    replay = find_replay(replays, facts)
+    # A tensor that moves keeps the layout it was traced with: where Inductor would choose another for convolutions,
+    # what can be met without moving anything is.
+    allow: Collection[str] = options.allow
+    stays = fusing and facts.planned_for == "cuda" and replay is None and not situation.smallest
+    if stays and "recompute" in allow and optimizes_layout(work):
+        allow = {"recompute"}
+    codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -218,7 +226,7 @@ def plan_graph(
             facts,
             costs,
             link_of(profile),
-            options.allow,
+            allow,
             codecs=codecs,
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
@@ -229,11 +237,10 @@ def plan_graph(
     between_bytes = max(0, situation.between_bytes - tangent_bytes)
     problem = assemble(between_bytes)
     alone = assemble(0) if between_bytes else problem
-    replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
-    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
     workspace = max(costs.workspace_bytes, default=0)
     by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
+    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
     stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
     if fusing:
@@ -244,11 +251,16 @@ def plan_graph(
             stock_peak.forward_bytes,
             stock_peak.backward_bytes + situation.outside_bytes,
             stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
-        ) + (workspace if facts.planned_for == "cuda" else 0)
+        )
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
 
+    if len(allow) < len(options.allow) and minimum_peak(problem, options.seed)[0] > budget - fixed:
+        allow = options.allow
+        codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
+        problem = assemble(between_bytes)
+        alone = assemble(0) if between_bytes else problem
     # Encoded swaps pass through buffers that stay: where these would be a good part of the budget, there are none.
     staging = _staging_bytes(_largest_staged(facts, codecs), situation)
     if staging > budget // MIN_BUDGETS_PER_STAGING:
@@ -351,7 +363,7 @@ def plan_graph(
         verify_transfers(forward, backward)
         verify_codecs(forward, backward)
     written = runner.run(
-        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for)
+        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
     )
     short = plan.predicted_peak_bytes > plan.budget_bytes
     return Planned(
