@@ -9,12 +9,13 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import lowered_buffers
+from fxhome.passes import lowered_buffers, unfuse
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
 
+MAX_SPLITS = 100
 MAX_MOVES = 1000
 """Copies moved away from worst moments per graph, at most."""
 _RANKS = {
@@ -86,8 +87,8 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
             nodes = place_transfers(nodes)
-            if limit is not None:
-                nodes = relieve(nodes, buffers, limit)
+        if limit is not None:
+            nodes, buffers = fit(nodes, buffers, limit)
         peak = buffers.peak(nodes)
         if limit is not None and peak.peak_bytes > limit and self.stops_over_limit:
             raise OverLimitError(peak, V.graph.is_backward)
@@ -101,11 +102,13 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         return nodes
 
     def uuid(self) -> Any:
-        """Its source alone: what differs between plans is in the graphs already."""
-        return custom_graph_pass.get_hash_for_files((__file__, lowered_buffers.__file__))
+        """Its source and its limits: what else differs between plans is in the graphs already."""
+        return custom_graph_pass.get_hash_for_files(
+            (__file__, lowered_buffers.__file__, unfuse.__file__), str(self.limits)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a pickled cache key it stands for its source."""
+        """In a pickled cache key it stands for its source and limits."""
         return str, (self.uuid().hex(),)
 
 
@@ -229,6 +232,23 @@ def _respect_dependencies(wanted: list[Any], nodes: list[Any], followers: dict[A
     for node in nodes:
         visit(node)
     return list(done)
+
+
+def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
+    """Bring the peak under `limit_bytes`: copies make way, then kernels fused across the worst moment come apart."""
+    nodes = relieve(nodes, buffers, limit_bytes)
+    for _ in range(MAX_SPLITS):
+        curve, _ = buffers.curve(nodes)
+        worst = max(range(len(curve)), key=curve.__getitem__, default=0)
+        if not curve or curve[worst] <= limit_bytes:
+            break
+        split = unfuse.come_apart(nodes, worst)
+        if split is None:
+            break
+        nodes = _respect_dependencies(split, split, _unpackers(split))
+        buffers = LoweredBuffers(nodes, buffers.workspace_by_name)
+        nodes = relieve(nodes, buffers, limit_bytes)
+    return nodes, buffers
 
 
 def relieve(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:

@@ -54,6 +54,7 @@ class LoweredBuffers:
     """
 
     def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
+        self.workspace_by_name = workspace
         self.buffers = _collect(list(nodes))
         self.workspace = {node: size for node in nodes if (size := _workspace_of(node, workspace))}
 
