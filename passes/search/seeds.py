@@ -16,10 +16,11 @@ from fxhome.passes.search.structure import Structure
 from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP
 
 RELAXATIONS = 3
+FAR_OVER = 0.01  # of the budget: a rounding this much over it says that the relaxation left out what matters
 # Above this many storages, seeds whose cost grows faster than linearly are left out: linear programs, then Capuchin.
 LARGE_DECISIONS = 4000
 CAPUCHIN_DECISIONS = 20_000
-SLOW_DECISIONS = 1500
+SLOW_DECISIONS, VERY_SLOW_DECISIONS = 600, 1500
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
 
 
@@ -84,8 +85,13 @@ def first_bound(s: Structure, budget_bytes: int) -> Bound:
 
 
 def _is_slow(s: Structure) -> bool:
-    """Whether the relaxation takes seconds, so that it is solved only once."""
+    """Whether the relaxation takes as long as hundreds of simulations, so that it is solved only once."""
     return int(s.reachable.sum()) > SLOW_DECISIONS
+
+
+def _is_very_slow(s: Structure) -> bool:
+    """Whether it takes seconds."""
+    return int(s.reachable.sum()) > VERY_SLOW_DECISIONS
 
 
 def relaxed_seeds(
@@ -100,7 +106,7 @@ def relaxed_seeds(
     made: list[Placements] = []
     target = evaluator.budget_bytes
     anchors: tuple[int, ...] = ()
-    for turn in range(1 if _is_slow(s) else RELAXATIONS):
+    for turn in range(RELAXATIONS):
         if turn == 0:
             bound = first.result()
             evaluator.lower_bound_us = bound.step_us
@@ -116,7 +122,7 @@ def relaxed_seeds(
             worst = over if draw is None else worst
             fixed, _ = repair(s, evaluator, start, Prices(link=0.6, share=1.0))
             made.append(fixed)
-        if worst == 0:
+        if worst <= (FAR_OVER * evaluator.budget_bytes if _is_slow(s) else 0) or _is_very_slow(s):
             break
         target -= worst
     return made

@@ -382,5 +382,5 @@ def _patience(s: Structure, evaluator: Evaluator, ingredients: Ingredients) -> i
     if overflow or not evaluator.lower_bound_us:
         return int(base)
     gap = step_us / evaluator.lower_bound_us - 1
-    most = 2.5 if s.problem.arrays.node_phase.shape[0] <= TINY_NODES else 1.25
+    most = 2.5 if s.problem.arrays.node_phase.shape[0] <= TINY_NODES else 1.5
     return int(base * np.clip(gap / EXPECTED_GAP, 0.25, most))
