@@ -3,8 +3,8 @@
     e  = encode(x, bytes, codec)                     x's storage, encoded on its device by one kernel
     x2 = decode(e, bytes, size, stride, ...)         a new storage with the same bytes (or within the error bound)
 
-What a fixed-rate codec made is moved by `swap_out` and `swap_in`: its size is known. A variable-rate codec's encode also
-gets an assumed size and the name of a site (see codec_sites); its result has room for the worst case, and
+What a fixed-rate codec made is moved by `swap_out` and `swap_in`: its size is known. A variable-rate codec's encode
+also gets an assumed size and the name of a site (see codec_sites); its result has room for the worst case, and
 
     h  = swap_out_encoded(e)                         moves what is in use, as far as the host knows it, to a host slot
     e2 = swap_in_encoded(h, device)                  moves it back
@@ -91,7 +91,7 @@ def encode(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int
         moving = _Moving(site, codec, sizes, storage_bytes, assumed_bytes, is_cuda)
         _moving[encoded.data_ptr()] = moving
         if moving.is_raw:
-            encoded[:storage_bytes].copy_(_elements(storage, torch.uint8))
+            copy_raw(encoded[:storage_bytes], _elements(storage, torch.uint8))
             return encoded
     if not is_cuda:
         codec_by_name(codec).encode(_elements(storage, src.dtype), encoded)
@@ -117,9 +117,9 @@ def decode(
     result = transfer.new_tensor(storage_bytes, size, stride, storage_offset, dtype, encoded.device)
     storage = result.untyped_storage()
     address = encoded.data_ptr()
-    moving = _moving.pop(address, None)
+    moving = None if _sizes(codec, storage_bytes, dtype).is_fixed else _moving.pop(address, None)
     if moving is not None and moving.is_raw:
-        _elements(storage, torch.uint8).copy_(encoded[:storage_bytes])
+        copy_raw(_elements(storage, torch.uint8), encoded[:storage_bytes])
     elif not encoded.is_cuda:
         codec_by_name(codec).decode(encoded, _elements(storage, dtype))
     elif storage_bytes:
@@ -216,6 +216,11 @@ class _Moving:
     ) -> None:
         sizes = (self._sizes.head, self._sizes.worst_case)
         copy_overflow(device_index, current_handle(device_index), header, source, target, bound_bytes, sizes, note)
+
+
+def copy_raw(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Bytes of a storage that is not encoded, on its device."""
+    target.copy_(source)
 
 
 def used_tail_bytes(address: int) -> int:

@@ -50,14 +50,13 @@ class _CopyQueue:
         """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
 
         def work(_: int) -> None:
-            with self._switch:
-                target.copy_(source, True)
+            target.copy_(source, True)
 
         return self.run(work, slot)
 
     def run(self, work: Callable[[int], None], slot: HostSlot) -> torch.cuda.Event:
-        """Queue what `work` puts on this queue's stream, whose raw handle it gets, behind the work queued on the
-        current stream; fence `slot`. Gives the event that marks the end.
+        """Queue what `work` puts on this queue's stream, which is then the current one and whose raw handle it gets,
+        behind the work queued on the caller's stream; fence `slot`. Gives the event that marks the end.
         """
         current = current_stream(self.index)
         with self._lock:  # orders must follow the queue, and only one caller at a time makes its stream the current one
@@ -68,7 +67,8 @@ class _CopyQueue:
             for fence in slot.fences:
                 if fence.queue != self.key:
                     self.stream.wait_event(fence.event)
-            work(self.handle)
+            with self._switch:
+                work(self.handle)
             end.record(self.stream)
         slot.add_fence(Fence(self.key, order, end))
         return end

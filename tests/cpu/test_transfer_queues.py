@@ -113,7 +113,7 @@ HEAD, TAIL = 16, 64
 
 
 class Copies:
-    """Stands in for copies and for the kernel that completes them, by address; a bound of `HEAD` leaves the tail out."""
+    """Stands in for copies and the kernel that completes them, by address; a bound of `HEAD` leaves the tail out."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *, forget_rest: bool = False) -> None:
         self.forget_rest = forget_rest
@@ -217,9 +217,7 @@ def test_the_check_notices_what_a_bound_left_out(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize("forgotten", ["prepare_host_write", "note_host_use"])
-def test_the_check_notices_a_slot_that_a_kernel_did_not_guard(
-    forgotten: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_check_notices_a_slot_that_a_kernel_did_not_guard(forgotten: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transfer, forgotten, lambda *_: None)
     found: list[str] = []
     for seed in range(60):
