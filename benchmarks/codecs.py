@@ -45,8 +45,8 @@ class Bench:
         )  # fmt: skip
 
     def transfers(self, section: str, case: str, name: str, source: torch.Tensor) -> None:
-        """To the host and back by the operators of a plan; variable-rate codecs also with half of the tail beyond what the
-        copy is told to move."""
+        """To the host and back by the operators of a plan; variable-rate codecs also with half of the tail beyond what
+        the copy is told to move."""
         codec = codec_by_name(name)
         trip = RoundTrip(codec, source)
         if not codec.fixed_rate:
