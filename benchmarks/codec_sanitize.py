@@ -1,6 +1,6 @@
 """A few codec kernels on small tensors, for NVIDIA's compute-sanitizer to watch; the results are checked too.
 
-    compute-sanitizer --report-api-errors no --error-exitcode 9 python -m benchmarks.codec_sanitize
+compute-sanitizer --report-api-errors no --error-exitcode 9 python -m benchmarks.codec_sanitize
 """
 
 from __future__ import annotations

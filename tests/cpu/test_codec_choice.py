@@ -104,6 +104,26 @@ def test_lossy_is_offered_when_asked_for(lossy: bool | str) -> None:
     assert offers(planned(64, lossy=lossy))["convolution_1"] == (name, name)
 
 
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.head(nn.functional.gelu(x * self.head.weight.sum()))
+        return nn.functional.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize(("lossy", "codec"), [("int4", "int8"), ("int8", "int8"), ("fp8_e4m3", "fp8_e4m3")])
+def test_what_the_backward_exponentiates_takes_no_coarse_codec(lossy: str, codec: str) -> None:
+    compiled, runs = compile_with(Scored(), place(KEEP), lossy=lossy)
+    compiled(torch.randn(512, 64))
+    found = offers(runs[-1])
+
+    assert found["_log_softmax"] == (codec, codec)
+    assert (lossy, lossy) in [both for name, both in found.items() if name != "_log_softmax"]
+
+
 def test_small_storages_are_left_alone() -> None:
     run = planned(64)
 
@@ -188,9 +208,7 @@ def test_the_codec_with_the_shortest_round_trip_is_offered(
     """The smaller encoded form is no use where its kernels cost more than it saves on the link."""
     run = graph_and_facts()
     rate_share = codec.rate_share
-    monkeypatch.setattr(
-        codec, "rate_share", lambda name, *rest: rate_share(name, *rest) / (100 if name in slow else 1)
-    )
+    monkeypatch.setattr(codec, "rate_share", lambda name, *rest: rate_share(name, *rest) / (100 if name in slow else 1))
     s = [fact.owner for fact in run.facts.storages].index("relu")
 
     profile = dataclasses.replace(CUDA, launch_us=0.5)
