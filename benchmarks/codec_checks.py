@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from benchmarks.codec_report import Report
+from benchmarks.codec_timing import DEVICE, synchronize
 from fxhome.cuda_kernels import codec_by_name, codec_names, raise_if_corrupt
 from fxhome.cuda_kernels.codec import as_unsigned
 from fxhome.cuda_kernels.flat import FlatCodec
@@ -23,12 +24,12 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 def random_tensor(numel: int, dtype: torch.dtype, zeros: float = 0.0) -> torch.Tensor:
     """Device tensor of `dtype`; a share `zeros` of it is zero (bool: False)."""
     if dtype == torch.bool:
-        return torch.rand(numel, device="cuda") >= 0.5
+        return torch.rand(numel, device=DEVICE) >= 0.5
     if dtype == torch.int64:
-        return torch.randint(0, 256, (numel,), device="cuda")
-    values = torch.randn(numel, device="cuda") * 3
+        return torch.randint(0, 256, (numel,), device=DEVICE)
+    values = torch.randn(numel, device=DEVICE) * 3
     if zeros:
-        values[torch.rand(numel, device="cuda") < zeros] = 0
+        values[torch.rand(numel, device=DEVICE) < zeros] = 0
     return values.to(dtype)
 
 
@@ -41,6 +42,8 @@ def kernel_keys(name: str) -> set[KernelKey]:
 
 def compile_all() -> None:
     """Fill the PTX cache from many processes, so that no timing below waits for Numba."""
+    if DEVICE.type != "cuda":
+        return
     capability = torch.cuda.get_device_capability()
     keys = sorted(set().union(*map(kernel_keys, codec_names())), key=str)
     workers = max(1, min(16, os.cpu_count() or 1))
@@ -55,9 +58,9 @@ def check_codec(name: str, dtype: torch.dtype, report: Report) -> None:
     for numel in (1, 4097, 300_007):
         source = random_tensor(numel, dtype, 0.5 if name == "zvc" else 0.1)
         if codec.lossless and dtype.is_floating_point and numel > 100:
-            source[5:9] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42], device="cuda").to(dtype)
+            source[5:9] = torch.tensor([float("nan"), float("inf"), -0.0, 1e-42], device=DEVICE).to(dtype)
         size_bytes = codec.worst_case_bytes(numel, dtype)
-        encoded = torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device="cuda")
+        encoded = torch.full((size_bytes,), 0xA5, dtype=torch.uint8, device=DEVICE)
         decoded = torch.full_like(source, 1)
         codec.encode(source, encoded)
         codec.decode(encoded, decoded)
@@ -65,7 +68,7 @@ def check_codec(name: str, dtype: torch.dtype, report: Report) -> None:
         expected = torch.zeros(numel, dtype=dtype)
         codec.encode(source.cpu(), reference)
         codec.decode(reference, expected)
-        torch.cuda.synchronize()
+        synchronize()
         raise_if_corrupt()
         assert raw_equal(decoded.cpu(), expected), f"{name} {dtype} {numel}: kernel decode differs from the reference"
         if codec.lossless:
@@ -73,8 +76,8 @@ def check_codec(name: str, dtype: torch.dtype, report: Report) -> None:
         crossed = torch.zeros(numel, dtype=dtype)
         codec.decode(encoded.cpu(), crossed)
         assert raw_equal(crossed, expected), f"{name} {dtype} {numel}: reference cannot read the kernel's encoding"
-        codec.decode(reference.cuda(), decoded.fill_(1))
-        torch.cuda.synchronize()
+        codec.decode(reference.to(DEVICE), decoded.fill_(1))
+        synchronize()
         assert raw_equal(decoded.cpu(), expected), (
             f"{name} {dtype} {numel}: kernel cannot read the reference's encoding"
         )

@@ -59,8 +59,10 @@ def place(
     program = schedule(facts, placement, result)
     names = {facts.storages[s].name: problem.codec_of(s, int(code)) for s, code in enumerate(placement)}
     used = {name: codec for name, codec in names.items() if codec is not None}
-    graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, used)
-    graphs = insert_transfers(*graphs, program, num_fwd_outputs, used, facts.fingerprint)
+    graphs = insert_codecs(
+        *partition(work, program, num_fwd_outputs), program, num_fwd_outputs, used, facts.fingerprint
+    )
+    graphs = insert_transfers(*graphs, program, num_fwd_outputs, used)
     by_codec: dict[str, int] = {}
     for s in np.flatnonzero(result.saved):
         codec = problem.codec_of(int(s), int(placement[s])) or ("swapped plainly" if placement[s] == SWAP else "kept")

@@ -33,7 +33,8 @@ class Report:
         print(f"== {name}", flush=True)
         try:
             body()
-            torch.cuda.synchronize()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
             raise_if_corrupt()
         except Exception:
             text = traceback.format_exc()
@@ -53,7 +54,7 @@ def package_version(name: str) -> str:
 def environment() -> dict[str, str]:
     packages = ("torch", "numba", "numba-cuda", "numpy", "nvidia-nvcomp-cu13")
     return {
-        "device": torch.cuda.get_device_name(),
+        "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
         "cuda": str(torch.version.cuda),
         "python": platform.python_version(),
         "command": "python -m " + " ".join(["benchmarks.codecs", *sys.argv[1:]]),

@@ -23,7 +23,7 @@ from benchmarks.codec_placed import SWAPPED, SWAPPED_ENCODED, Placed, capture_jo
 from fxhome.cuda_kernels import dispatch
 from fxhome.device import DeviceProfile, cached_profile
 from fxhome.passes.torch_compat import boxed_callable
-from fxhome.runtime import codec_ops, codec_sites, staging, transfer
+from fxhome.runtime import codec_ops, codec_sites, transfer
 
 NETWORKS = ("vgg16", "resnet50", "squeezenet1_1", "alexnet", "mobilenet_v2", "densenet121")
 CLASSES = 8
@@ -132,30 +132,28 @@ def transfer_times(kind: Callable[[], str]) -> Iterator[list[Span]]:
 
     kernel_class: Any = dispatch.PreparedKernel
     queue_class: Any = transfer._CopyQueue
+    runtime: Any = codec_ops
     copy, run, launch = queue_class.copy, queue_class.run, kernel_class.__call__
-    moves = {name: getattr(staging, name) for name in ("copy_to_host", "copy_to_device", "copy_overflow")}
+    moves = {name: getattr(runtime, name) for name in ("copy_to_host", "copy_to_device", "copy_overflow", "copy_raw")}
 
     def timed_copy(queue: Any, target: Any, source: Any, slot: Any) -> Any:
-        def work(_: object) -> None:
+        def work(_: int) -> None:
             spanned(lambda: target.copy_(source, True), lambda: None)()
 
         return run(queue, work, slot)
 
-    plain_class: Any = codec_ops._Plain
-    write, read = plain_class.write, plain_class.read
     queue_class.copy = timed_copy
-    plain_class.write, plain_class.read = (spanned(move, lambda *_: None) for move in (write, read))
     kernel_class.__call__ = spanned(launch, lambda _, stream, *__: stream)
-    staging.copy_to_host = spanned(moves["copy_to_host"], lambda *arguments: arguments[3])
-    staging.copy_to_device = spanned(moves["copy_to_device"], lambda *arguments: arguments[3])
-    staging.copy_overflow = spanned(moves["copy_overflow"], lambda *arguments: arguments[1])
+    runtime.copy_to_host = spanned(moves["copy_to_host"], lambda *arguments: arguments[3])
+    runtime.copy_to_device = spanned(moves["copy_to_device"], lambda *arguments: arguments[3])
+    runtime.copy_overflow = spanned(moves["copy_overflow"], lambda *arguments: arguments[1])
+    runtime.copy_raw = spanned(moves["copy_raw"], lambda *arguments: None)
     try:
         yield spans
     finally:
         queue_class.copy, kernel_class.__call__ = copy, launch
-        plain_class.write, plain_class.read = write, read
         for name, move in moves.items():
-            setattr(staging, name, move)
+            setattr(runtime, name, move)
 
 
 class Kinds(fx.Interpreter):
@@ -309,6 +307,6 @@ def host_cost_of_a_step(name: str, batch: int, size: int, say: Callable[..., Non
 def joint_key(placed: Placed) -> str:
     """The graph key under which the codecs of a placed step report; empty where none does."""
     for node in placed.forward.graph.nodes:
-        if len(node.args) == 5 and isinstance(node.args[4], str):
-            return node.args[4].rsplit("/", 1)[0]
+        if node.target is codec_ops.encode_op and len(node.args) == 5:
+            return str(node.args[4]).rsplit("/", 1)[0]
     return ""

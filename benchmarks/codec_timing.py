@@ -1,10 +1,11 @@
 """Timing and transfer helpers for the codec benchmark: a registered huge-page host buffer, medians by CUDA events,
-the runtime's staged transfers."""
+round trips by the runtime's own operators. Without a GPU everything runs on the CPU, so that it can be tested there."""
 
 from __future__ import annotations
 
 import mmap
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -12,9 +13,15 @@ import numpy as np
 import torch
 
 from fxhome.cuda_kernels import Codec
-from fxhome.runtime.codec_ops import used_tail_bytes
-from fxhome.runtime.codec_sites import MARGIN_BYTES
-from fxhome.runtime.staging import chunk_kernels, staging_of
+from fxhome.runtime import codec_ops, codec_sites, ops
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def synchronize() -> None:
+    """Wait for the device."""
+    if DEVICE.type == "cuda":
+        torch.cuda.synchronize()
 
 
 def registered_buffer(size_bytes: int) -> torch.Tensor:
@@ -24,6 +31,8 @@ def registered_buffer(size_bytes: int) -> torch.Tensor:
     area.madvise(mmap.MADV_HUGEPAGE)
     np.frombuffer(area, np.uint8)[::4096] = 1
     buffer = torch.frombuffer(area, dtype=torch.uint8)
+    if DEVICE.type != "cuda":
+        return buffer
     status = torch.cuda.cudart().cudaHostRegister(buffer.data_ptr(), size_bytes, 0)
     if int(status) != 0:
         raise RuntimeError(f"cudaHostRegister of {size_bytes} bytes failed with {status}")
@@ -35,7 +44,11 @@ def median_ms(action: Callable[[], object], repeats: int = 5, warmups: int = 2) 
     for _ in range(warmups):
         action()
     times = []
-    for _ in range(repeats):
+    for _ in range(repeats if DEVICE.type != "cuda" else 0):
+        begin = time.perf_counter()
+        action()
+        times.append((time.perf_counter() - begin) * 1e3)
+    for _ in range(repeats if DEVICE.type == "cuda" else 0):
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         torch.cuda.synchronize()
         start.record()
@@ -57,7 +70,7 @@ class Rates:
 
 
 def plain_rates(host: torch.Tensor, size_bytes: int) -> Rates:
-    device = torch.empty(size_bytes, dtype=torch.uint8, device="cuda").random_()
+    device = torch.empty(size_bytes, dtype=torch.uint8, device=DEVICE).random_()
     other = torch.empty_like(device)
     part = host[:size_bytes]
     to_host = median_ms(lambda: part.copy_(device, non_blocking=True))
@@ -66,54 +79,60 @@ def plain_rates(host: torch.Tensor, size_bytes: int) -> Rates:
     return Rates(size_bytes / to_host / 1e6, size_bytes / from_host / 1e6, 2 * size_bytes / on_device / 1e6)
 
 
-class StagedTransfer:
-    """A tensor's way to the host and back as the runtime does it: chunk by chunk through the staging buffers, the copy
-    engine told the last size seen and a margin on the way out, the exact sizes on the way back."""
+class RoundTrip:
+    """A tensor's way to the host and back by the operators that a plan inserts: one encode of the whole storage, a copy
+    of what is in use as far as the host knows, and back."""
 
-    def __init__(self, codec: Codec, source: torch.Tensor, host: torch.Tensor) -> None:
-        index = source.device.index
-        assert index is not None
-        size_bytes = source.numel() * source.dtype.itemsize
-        self.source, self.host, self.codec = source, host, codec
-        self.staging = staging_of(index)
-        self.staging.reserve(size_bytes)
-        self.encode = chunk_kernels(codec.name, "encode", size_bytes, source.dtype, index)
-        self.decode = chunk_kernels(codec.name, "decode", size_bytes, source.dtype, index)
-        self.copies, self.start = torch.cuda.Stream(), torch.cuda.Event()
-        self.notes = [0] * len(self.encode)
-        self.bounds = [chunk.worst_case_bytes for chunk, _ in self.encode]
-        self.exact = list(self.bounds)
+    def __init__(self, codec: Codec, source: torch.Tensor) -> None:
+        self.codec, self.source = codec, source
+        self.size_bytes = source.untyped_storage().nbytes()
+        self.place = self.size_bytes, list(source.shape), list(source.stride()), 0, source.dtype
+        self.host = torch.empty(0)
+        codec_sites.clear()
         self.to_host()
-        torch.cuda.synchronize()
-        self.learn()
+        synchronize()
 
-    def learn(self) -> None:
-        """Read the sizes of the last transfer."""
-        for number, (chunk, _) in enumerate(self.encode):
-            if self.codec.fixed_rate:
-                continue
-            used = used_tail_bytes(self.host.data_ptr() + chunk.slot_offset)
-            self.exact[number] = chunk.head_bytes + used
-            bound = self.exact[number] + MARGIN_BYTES + used // 64 // 16 * 16
-            self.bounds[number] = min(bound, chunk.worst_case_bytes)
+    @property
+    def site(self) -> codec_sites.CodecSite:
+        """What is known about a variable-rate codec's size."""
+        found = codec_sites.site_of("benchmark", self.codec.name, self.size_bytes)
+        assert found is not None
+        return found
 
     @property
     def encoded_bytes(self) -> int:
         """What is in use of the encoded form."""
-        return sum(self.exact)
+        if self.codec.fixed_rate:
+            return codec_ops.buffer_bytes(self.codec.name, self.size_bytes, self.source.dtype)
+        self.site.look()
+        return self.site.seen_bytes or self.size_bytes
 
     def to_host(self) -> None:
         """Queue it; the current stream waits for the end."""
-        current = torch.cuda.current_stream()
-        self.start.record(current)
-        self.copies.wait_event(self.start)
-        addresses = self.source.data_ptr(), self.host.data_ptr()
-        self.staging.to_host(self.encode, self.bounds, self.notes, *addresses, self.copies, self.start)
-        current.wait_stream(self.copies)
+        if self.codec.fixed_rate:
+            encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name)
+            self.host = ops.swap_out_wait(ops.swap_out(encoded), encoded)
+            return
+        encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name, self.size_bytes, "benchmark")
+        self.host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(encoded), encoded)
 
-    def from_host(self, target: torch.Tensor) -> None:
-        """Queue the way back into `target`; the current stream waits for the end."""
-        current = torch.cuda.current_stream()
-        self.copies.wait_stream(current)
-        addresses = self.host.data_ptr(), target.data_ptr()
-        current.wait_stream(self.staging.from_host(self.decode, self.exact, True, *addresses, self.copies))
+    def from_host(self) -> torch.Tensor:
+        """Queue the way back; the current stream waits for the end."""
+        if self.codec.fixed_rate:
+            encoded = ops.swap_in(self.host, [self.host.numel()], [1], 0, torch.uint8, self.source.device)
+        else:
+            encoded = codec_ops.swap_in_encoded_op(self.host, self.source.device)
+        encoded = ops.swap_in_wait(encoded, self.host)
+        decoded: torch.Tensor = codec_ops.decode_op(encoded, *self.place, self.codec.name)
+        return decoded
+
+    def check(self) -> None:
+        """What comes back is the source, or within the codec's error bound of it."""
+        found = self.from_host()
+        synchronize()
+        name = f"{self.codec.name} {self.source.dtype}"
+        if self.codec.lossless:
+            assert torch.equal(found.view(torch.uint8), self.source.view(torch.uint8)), f"{name}: not lossless"
+            return
+        error = (found.double() - self.source.double()).abs().cpu()
+        assert bool((error <= self.codec.error_bound(self.source.cpu())).all()), f"{name}: beyond the error bound"

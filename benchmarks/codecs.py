@@ -23,7 +23,7 @@ from benchmarks.codec_checks import FLOATS, check_codec, compile_all, random_ten
 from benchmarks.codec_data import trained_activations
 from benchmarks.codec_host import host_cost
 from benchmarks.codec_report import Report, as_markdown, environment
-from benchmarks.codec_timing import Rates, StagedTransfer, median_ms, plain_rates, registered_buffer
+from benchmarks.codec_timing import DEVICE, Rates, RoundTrip, median_ms, plain_rates, registered_buffer, synchronize
 from fxhome.cuda_kernels import codec_by_name, codec_names, raise_if_corrupt
 from fxhome.cuda_kernels.autotune import DeviceTimer, search_geometry, tune_codecs, tuning_keys
 from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, clear_geometry, set_geometry, size_class
@@ -33,9 +33,9 @@ class Bench:
     def __init__(self, report: Report, size_bytes: int) -> None:
         self.report = report
         self.size_bytes = size_bytes
-        self.host = registered_buffer(2 * size_bytes + (64 << 20))
+        self.host = registered_buffer(size_bytes)
         self.rates = Rates(1, 1, 1)
-        self.dense_tensor = torch.empty(0, dtype=torch.bfloat16, device="cuda")
+        self.dense_tensor = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
 
     def plain(self) -> None:
         self.rates = plain_rates(self.host, self.size_bytes)
@@ -45,43 +45,30 @@ class Bench:
         )  # fmt: skip
 
     def transfers(self, section: str, case: str, name: str, source: torch.Tensor) -> None:
-        """To host and back through the staging buffers; fixed-rate codecs also as the planner uses them: encoded whole,
-        then copied."""
+        """To the host and back by the operators of a plan; variable-rate codecs also with half of the tail beyond what
+        the copy is told to move."""
         codec = codec_by_name(name)
-        plain_bytes = source.numel() * source.dtype.itemsize
-        target = torch.empty_like(source)
-        if codec.fixed_rate:
-            encoded = torch.empty(codec.encoded_bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cuda")
-            there = self.host[: encoded.numel()]
-
-            def whole_out() -> None:
-                codec.encode(source, encoded)
-                there.copy_(encoded, non_blocking=True)
-
-            def whole_back() -> None:
-                encoded.copy_(there, non_blocking=True)
-                codec.decode(encoded, target)
-
-            encode_ms = median_ms(whole_out)
-            decode_ms = self._decoded(whole_back, codec, source, target)
-            self._add(section, f"{case} whole", plain_bytes, encode_ms, decode_ms)
-        staged = StagedTransfer(codec, source, self.host)
-        encode_ms = median_ms(staged.to_host)
-        decode_ms = self._decoded(functools.partial(staged.from_host, target), codec, source, target)
-        ratio = plain_bytes / staged.encoded_bytes
-        self._add(section, f"{case} staged", plain_bytes, encode_ms, decode_ms, ratio=ratio)
+        trip = RoundTrip(codec, source)
         if not codec.fixed_rate:
-            staged.bounds = [
-                min(bound, chunk.head_bytes + (bound - chunk.head_bytes) // 32 * 16)
-                for bound, (chunk, _) in zip(staged.bounds, staged.encode, strict=True)
-            ]
-            missed_ms = median_ms(staged.to_host)
-            self._decoded(functools.partial(staged.from_host, target), codec, source, target)
-            self._add(section, f"{case} staged, half of each tail beyond the bound", plain_bytes, missed_ms, decode_ms)
+            trip.site.is_encoding = True  # whatever it has decided: this measures the codec
+            trip.site._limit_bytes = 1 << 60
+        trip.to_host()
+        trip.check()
+        encode_ms = median_ms(trip.to_host)
+        decode_ms = median_ms(trip.from_host)
+        self._add(section, case, source, encode_ms, decode_ms, ratio=trip.size_bytes / trip.encoded_bytes)
+        if codec.fixed_rate:
+            return
+        head, site = trip.site.head_bytes, trip.site
+        site.bound_bytes = lambda: head + (trip.encoded_bytes - head) // 32 * 16  # type: ignore[method-assign]
+        missed_ms = median_ms(trip.to_host)
+        trip.check()
+        self._add(section, f"{case}, half of the tail beyond the bound", source, missed_ms, median_ms(trip.from_host))
 
     def _add(
-        self, section: str, case: str, plain_bytes: int, encode_ms: float, decode_ms: float, **more: float
+        self, section: str, case: str, source: torch.Tensor, encode_ms: float, decode_ms: float, **more: float
     ) -> None:
+        plain_bytes = source.numel() * source.dtype.itemsize
         to_host, from_host = plain_bytes / encode_ms / 1e6, plain_bytes / decode_ms / 1e6
         self.report.add(
             section, case, to_host_gbs=to_host, from_host_gbs=from_host, to_host_x=to_host / self.rates.to_host,
@@ -119,7 +106,7 @@ class Bench:
         codec = codec_by_name("exponent")
         plain_bytes = observed = 0
         for tensor in activations.tensors:
-            head = torch.empty(codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cuda")
+            head = torch.empty(codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=DEVICE)
             codec.encode(tensor.view(-1), head)
             plain_bytes += 2 * tensor.numel()
             observed += codec.observed_bytes(head.cpu(), tensor.numel(), tensor.dtype)
@@ -155,7 +142,7 @@ class Bench:
             codec = codec_by_name(name)
             source = random_tensor(self.size_bytes // dtype.itemsize, dtype, zeros)
             target = torch.empty_like(source)
-            encoded = torch.empty(codec.worst_case_bytes(source.numel(), dtype), dtype=torch.uint8, device="cuda")
+            encoded = torch.empty(codec.worst_case_bytes(source.numel(), dtype), dtype=torch.uint8, device=DEVICE)
             encode_ms = median_ms(lambda: codec.encode(source, encoded))  # noqa: B023  called before the loop moves on
             decode_ms = median_ms(lambda: codec.decode(encoded, target))  # noqa: B023  called before the loop moves on
             moved = self.size_bytes + codec.observed_bytes(encoded.cpu(), source.numel(), dtype)
@@ -199,8 +186,8 @@ class Bench:
 
     def slowdown(self) -> None:
         """How much longer matrix products and device copies take while a codec keeps running on another stream."""
-        left = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
-        plain = torch.empty(128 << 20, dtype=torch.uint8, device="cuda")
+        left = torch.randn(4096, 4096, device=DEVICE, dtype=torch.bfloat16)
+        plain = torch.empty(128 << 20, dtype=torch.uint8, device=DEVICE)
         copied = torch.empty_like(plain)
 
         def products() -> None:
@@ -220,16 +207,13 @@ class Bench:
             ("plain copy back", lambda: raw.copy_(part, non_blocking=True)),
         ]
         for name, tensor in (("zvc", source), ("exponent", dense), ("fp8_e4m3", dense)):
-            staged = StagedTransfer(codec_by_name(name), tensor, self.host)
-            back = functools.partial(staged.from_host, torch.empty_like(tensor))
-            busy_ways += [(f"{name} encode", staged.to_host), (f"{name} decode", back)]
+            trip = RoundTrip(codec_by_name(name), tensor)
+            busy_ways += [(f"{name} encode", trip.to_host), (f"{name} decode", trip.from_host)]
         side = torch.cuda.Stream()
         for way, action in busy_ways:
-            if way.endswith("encode"):
-                action()  # the buffer is shared: decode what this codec has put there
             for work_name, work in (("matmul", products), ("copy", copies)):
                 alone = median_ms(work, 3, 1)
-                torch.cuda.synchronize()
+                synchronize()
                 with torch.cuda.stream(side):
                     for _ in range(16):
                         action()
@@ -237,7 +221,7 @@ class Bench:
                     still_busy.record()
                 busy = median_ms_unsynchronised(work)
                 covered = not still_busy.query()
-                torch.cuda.synchronize()
+                synchronize()
                 self.report.add("slowdown", f"{way}, {work_name}", factor=busy / alone, alone_ms=alone, covered=covered)
 
     def autotune(self) -> None:
@@ -280,7 +264,7 @@ class Bench:
             codec = codec_by_name(ours)
             size_bytes = tensor.numel() * tensor.dtype.itemsize
             encoded = torch.empty(
-                codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device="cuda"
+                codec.worst_case_bytes(tensor.numel(), tensor.dtype), dtype=torch.uint8, device=DEVICE
             )
             target = torch.empty_like(tensor)
             encode_ms = median_ms(lambda: codec.encode(tensor, encoded))  # noqa: B023  called before the loop moves on
@@ -311,16 +295,16 @@ class Bench:
     def large(self) -> None:
         """More than 2^31 elements: the last ones must survive."""
         numel = (1 << 31) + 4099
-        mask = torch.zeros(numel, dtype=torch.bool, device="cuda")
+        mask = torch.zeros(numel, dtype=torch.bool, device=DEVICE)
         mask[-5000::3] = True
         codec = codec_by_name("bitpack")
-        encoded = torch.empty(codec.encoded_bytes(numel, torch.bool), dtype=torch.uint8, device="cuda")
+        encoded = torch.empty(codec.encoded_bytes(numel, torch.bool), dtype=torch.uint8, device=DEVICE)
         target = torch.ones_like(mask)
         codec.encode(mask, encoded)
         codec.decode(encoded, target)
         assert torch.equal(mask, target)
         zvc = codec_by_name("zvc")
-        encoded = torch.empty(zvc.worst_case_bytes(numel, torch.bool), dtype=torch.uint8, device="cuda")
+        encoded = torch.empty(zvc.worst_case_bytes(numel, torch.bool), dtype=torch.uint8, device=DEVICE)
         zvc.encode(mask, encoded)
         zvc.decode(encoded, target.fill_(True))
         assert torch.equal(mask, target)
@@ -330,11 +314,11 @@ class Bench:
         """A bad count is reported through the status flag."""
         codec = codec_by_name("zvc")
         source = random_tensor(100_000, torch.float32, 0.5)
-        encoded = torch.empty(codec.worst_case_bytes(source.numel(), source.dtype), dtype=torch.uint8, device="cuda")
+        encoded = torch.empty(codec.worst_case_bytes(source.numel(), source.dtype), dtype=torch.uint8, device=DEVICE)
         codec.encode(source, encoded)
         encoded[128:132] = 0xFF
         codec.decode(encoded, source)
-        torch.cuda.synchronize()
+        synchronize()
         try:
             raise_if_corrupt()
         except ValueError as error:
@@ -357,12 +341,33 @@ def wall_ms(action: Callable[[], object], repeats: int = 5) -> float:
     """Median wall milliseconds of a call that may use streams of its own."""
     times = []
     for _ in range(repeats):
-        torch.cuda.synchronize()
+        synchronize()
         start = time.perf_counter()
         action()
-        torch.cuda.synchronize()
+        synchronize()
         times.append((time.perf_counter() - start) * 1e3)
     return sorted(times)[repeats // 2]
+
+
+def all_sections(bench: Bench) -> dict[str, Callable[[], None]]:
+    """Section name -> what runs it."""
+
+    def correctness() -> None:
+        for name in codec_names():
+            for dtype in codec_by_name(name).dtypes:
+                if dtype in (*FLOATS, torch.bool, torch.int64):
+                    bench.report.section(
+                        f"correct {name} {dtype}",
+                        lambda: check_codec(name, dtype, bench.report),  # noqa: B023  called at once
+                    )
+
+    return {
+        "compile": compile_all, "plain": bench.plain, "correctness": correctness, "zvc": bench.zvc,
+        "rectified": bench.rectified, "masks": bench.masks, "dense": bench.dense, "lossy": bench.lossy,
+        "on_device": bench.on_device, "alternatives": bench.alternatives, "host_overhead": bench.host_overhead,
+        "slowdown": bench.slowdown, "geometry": bench.geometry, "autotune": bench.autotune, "nvcomp": bench.nvcomp,
+        "large": bench.large, "corrupted": bench.corrupted,
+    }  # fmt: skip
 
 
 def main() -> int:
@@ -373,22 +378,7 @@ def main() -> int:
     arguments = parser.parse_args()
     started = time.perf_counter()
     report = Report()
-    bench = Bench(report, arguments.size_mib << 20)
-
-    def correctness() -> None:
-        for name in codec_names():
-            for dtype in codec_by_name(name).dtypes:
-                if dtype in (*FLOATS, torch.bool, torch.int64):
-                    report.section(f"correct {name} {dtype}", lambda: check_codec(name, dtype, report))  # noqa: B023
-
-    sections: dict[str, Callable[[], None]] = {
-        "compile": compile_all, "plain": bench.plain, "correctness": correctness, "zvc": bench.zvc,
-        "rectified": bench.rectified,
-        "masks": bench.masks, "dense": bench.dense, "lossy": bench.lossy, "on_device": bench.on_device,
-        "alternatives": bench.alternatives, "host_overhead": bench.host_overhead, "slowdown": bench.slowdown,
-        "geometry": bench.geometry, "autotune": bench.autotune, "nvcomp": bench.nvcomp, "large": bench.large,
-        "corrupted": bench.corrupted,
-    }  # fmt: skip
+    sections = all_sections(Bench(report, arguments.size_mib << 20))
     for name, body in sections.items():
         if arguments.only is None or name in (*arguments.only, "compile", "plain"):
             report.section(name, body)

@@ -20,7 +20,7 @@ import functools
 import importlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -30,6 +30,7 @@ from fxhome.cuda_kernels.dispatch import KernelCall, KernelLaunch, PreparedKerne
 from fxhome.cuda_kernels.errors import CodecError
 from fxhome.cuda_kernels.launch import status_address, unavailable
 from fxhome.cuda_kernels.layout import Layout
+from fxhome.cuda_kernels.rates import rate_share
 
 Bytes = NDArray[np.uint8]
 
@@ -65,13 +66,6 @@ class Codec(ABC):
     """Dtypes of the tensors it encodes."""
     error_bound_text: str
     """What |decoded - source| never exceeds, in words; "0" for lossless codecs."""
-
-    traffic_share: ClassVar[float] = 0.6
-    """Assumed kernel speed as a share of the device-to-device copy rate (bytes read + written), until measured."""
-
-    link_efficiency: ClassVar[float] = 0.95
-    """Encoded bytes per second on the link as a share of a plain copy's: what the staging buffers' hand-overs and the
-    margin of a copy's bound cost."""
 
     @abstractmethod
     def layout(self, numel: int, dtype: torch.dtype) -> Layout:
@@ -130,10 +124,13 @@ class Codec(ABC):
     def _observed_tail_bytes(self, head: Bytes, layout: Layout, dtype: torch.dtype) -> int:
         return 0
 
-    def kernel_seconds(self, numel: int, dtype: torch.dtype, copy_bytes_per_s: float, tail_share: float = 1.0) -> float:
-        """Estimated seconds of one encode or decode at `copy_bytes_per_s` (device-to-device, bytes read + written)."""
-        moved = numel * dtype.itemsize + self.expected_bytes(numel, dtype, tail_share)
-        return moved / (copy_bytes_per_s * self.traffic_share)
+    def kernel_seconds(
+        self, direction: str, numel: int, dtype: torch.dtype, copy_bytes_per_s: float, encoded_bytes: int
+    ) -> float:
+        """Estimated seconds of one "encode" or "decode" where a device-to-device copy moves `copy_bytes_per_s` (bytes
+        read + written) and `encoded_bytes` are in use."""
+        moved = numel * dtype.itemsize + encoded_bytes
+        return moved / (copy_bytes_per_s * rate_share(self.name, direction, dtype.itemsize))
 
     def supports(self, dtype: torch.dtype) -> bool:
         return dtype in self.dtypes

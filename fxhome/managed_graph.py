@@ -30,7 +30,7 @@ from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.passes.torch_compat import frugal_benchmarks
 from fxhome.placement import Plan
-from fxhome.runtime import codec_ops, codec_sites
+from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
 from fxhome.units import format_bytes
 
@@ -158,7 +158,6 @@ class ManagedGraph:
             error_bound_bytes=self._error_bound_bytes,
             settled_bytes=self._settled_bytes,
             observed_bytes=self._observed_bytes(),
-            staging_bytes=codec_ops.reserve_staging(self.device, 0),
             free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
         )
 
@@ -171,8 +170,6 @@ class ManagedGraph:
         if variant.plan is not None and self.notes:
             variant.plan = replace(variant.plan, notes=(*variant.plan.notes, *self.notes))
         self.variants.append(variant)
-        if variant.planned is not None and variant.planned.staged_storage_bytes:
-            codec_ops.reserve_staging(self.device, variant.planned.staged_storage_bytes)
         if variant.plan is not None:
             # A share of the baseline is a number of bytes from the first plan on, whatever appears later.
             self._settled_bytes = variant.plan.budget_bytes

@@ -2,26 +2,28 @@
 
     bool                                        bitpack, on the device or on its way to the host
     int64 indices of a pooling window           narrow8 / 16 / 32, by the range that the shape proves; both places
-    floats with zeros (relu, dropout, ...)      zvc_exponent, on the way to the host: its rate depends on the data
-    dense floats                                exponent, on the way to the host, where its rate pays
-    any float, if the user says lossy           block quantisation, both places
+    floats with zeros (relu, dropout, ...)      zvc or zvc_exponent, for the way to the host only: its size varies
+    dense floats                                exponent, for the way to the host
+    any float, if the user says lossy           block quantisation, both places; logarithms never in four bits
 
-Only fixed-rate codecs stay on the device: a size that depends on the data is no promise. Whether a codec is used at all
-is the search's decision; here is only what it may choose from, and the assumed size, which observation replaces.
+What is swapped encoded is encoded by one kernel on the device first. Only fixed-rate codecs may stay there: a size that
+depends on the data is no promise, so a variable-rate one counts with its worst case there and with its expected size on
+the link. On a GPU it is offered where two kernels and two shorter copies take less than two plain copies; whether it is
+used is the search's decision. Here is only what it may choose from, and the assumed size, which observation replaces.
 """
 
 import dataclasses
 import logging
 import operator
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 
 import torch
 from torch import fx
 
-from fxhome.cuda_kernels.codec import Codec, codec_by_name, kernels_problem
+from fxhome.cuda_kernels.codec import codec_by_name, kernels_problem
 from fxhome.device import DeviceProfile
 from fxhome.passes.facts import GraphFacts, StorageFacts, allocated_bytes
-from fxhome.runtime.codec_ops import slot_bytes
+from fxhome.runtime.codec_ops import buffer_bytes
 
 log = logging.getLogger("fxhome.planner")
 
@@ -30,12 +32,18 @@ MIN_CODEC_BYTES = 1 << 16
 # The float codec of `lossy=True`: the closest fixed-rate one (see docstrings of cuda_kernels.blockint for its bound).
 DEFAULT_LOSSY = "int8"
 LOSSY_CODECS = ("fp8_e4m3", "fp8_e5m2", "int8", "int4")
+# Used in place of a coarse codec for what the backward exponentiates: there an absolute error becomes a relative one. A
+# small language model with everything in four bits loses 4 % of its loss, with all but these logarithms 0.1 %.
+FINER = {"int4": "int8"}
 # The NumPy references stand in for the kernels on a CPU: measured on one core, bytes of the tensor per second.
 REFERENCE_BYTES_PER_S = 2.0e8
 # A tensor with fewer zeros than this moves faster as it is.
 MIN_ZERO_SHARE = 0.25
 # Share of a listed exponent tile's worst case in use: measured on saved activations of a trained transformer.
 EXPONENT_TAIL_SHARE = 0.05
+
+# Bytes in use as a share of what a copy moves: it is told a bound, not the size.
+LINK_EFFICIENCY = 0.98
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -46,7 +54,8 @@ class StorageCodecs:
     """What one storage may be encoded with. Names are empty where there is no such codec.
 
     encoded_bytes: on the device, as the allocator counts them, under `compress` or a staged `swap`. link_bytes: what a
-    plain copy of the same duration moves. slot_bytes: of the host slot. staged: `swap` encodes on the device first.
+    plain copy of the same duration moves. slot_bytes: of the host slot. staged: `swap` encodes on the device first, as
+    all that is chosen here does.
     """
 
     compress: str = ""
@@ -57,11 +66,6 @@ class StorageCodecs:
     link_bytes: int = 0
     slot_bytes: int = 0
     staged: bool = False
-
-    @property
-    def is_direct(self) -> bool:
-        """Whether `swap` encodes on the way, through the small staging buffers."""
-        return bool(self.swap) and not self.staged
 
 
 NO_CODEC = StorageCodecs()
@@ -91,18 +95,6 @@ def choose_codecs(
     return tuple(chooser.choose(storage, nodes.get(storage.name)) for storage in facts.storages)
 
 
-def without_direct(codecs: Sequence[StorageCodecs]) -> tuple[StorageCodecs, ...]:
-    """The same choice without what is encoded on its way to the host; compressing on the device stays."""
-    return tuple(
-        codec
-        if not codec.is_direct
-        else dataclasses.replace(codec, swap="", link_bytes=0, slot_bytes=0)
-        if codec.compress
-        else NO_CODEC
-        for codec in codecs
-    )
-
-
 def assumed_bytes(codec_name: str, numel: int, dtype: torch.dtype, zeros: float) -> int:
     """Encoded bytes to plan with, for a tensor of which the share `zeros` is zero."""
     codec = codec_by_name(codec_name)
@@ -127,12 +119,15 @@ class _Chooser:
             return NO_CODEC
         fixed = self._fixed(node, value, storage)
         if fixed is not None:
-            compress = self._staged(fixed, storage, value.dtype)
-            direct = self._direct(node, storage, value.dtype)
-            if direct is not None and direct.link_bytes < compress.link_bytes:
-                return _both(compress, direct)
-            return compress
-        return self._direct(node, storage, value.dtype) or NO_CODEC
+            return self._fixed_rate(fixed, storage, value.dtype)
+        if value.dtype not in _FLOATS:
+            return NO_CODEC
+        names = ("zvc", "zvc_exponent") if zero_share(node, self.zeros) >= MIN_ZERO_SHARE else ("exponent",)
+        offers = [self._variable_rate(name, node, storage, value.dtype) for name in names]
+        best = min(offers, key=self._round_trip_us)
+        plain = StorageCodecs(link_bytes=storage.copy_bytes)
+        pays = self.profile.kind == "cpu" or self._round_trip_us(best) < self._round_trip_us(plain)
+        return best if pays else NO_CODEC
 
     def _fixed(self, node: fx.Node, value: torch.Tensor, storage: StorageFacts) -> str | None:
         if value.dtype == torch.bool:
@@ -141,48 +136,44 @@ class _Chooser:
             return _narrow_codec(node)
         # Unused bytes between the elements could hold anything, and a block shares one scale.
         dense = value.numel() * value.dtype.itemsize == storage.copy_bytes
-        return self.lossy if self.lossy and value.dtype in _FLOATS and dense else None
+        if not self.lossy or value.dtype not in _FLOATS or not dense:
+            return None
+        return FINER.get(self.lossy, self.lossy) if node.target in _EXPONENTIATED else self.lossy
 
-    def _staged(self, name: str, storage: StorageFacts, dtype: torch.dtype) -> StorageCodecs:
-        codec, numel = codec_by_name(name), storage.copy_bytes // dtype.itemsize
-        encoded = codec.encoded_bytes(numel, dtype)
-        us = self._kernel_us(codec, numel, dtype)
+    def _fixed_rate(self, name: str, storage: StorageFacts, dtype: torch.dtype) -> StorageCodecs:
+        encoded = buffer_bytes(name, storage.copy_bytes, dtype)
         size = allocated_bytes(encoded, self.facts.planned_for)
-        return StorageCodecs(name, name, size, us, us, encoded, encoded, staged=True)
+        times = self._kernels_us(name, storage, dtype, encoded)
+        return StorageCodecs(name, name, size, *times, encoded, encoded, staged=True)
 
-    def _direct(self, node: fx.Node, storage: StorageFacts, dtype: torch.dtype) -> StorageCodecs | None:
-        zeros = zero_share(node, self.zeros)
-        if dtype not in _FLOATS:
-            return None
-        numel = storage.copy_bytes // dtype.itemsize
-        names = ("zvc", "zvc_exponent") if zeros >= MIN_ZERO_SHARE else ("exponent",)
-        name = min(names, key=lambda name: assumed_bytes(name, numel, dtype, zeros))
-        codec = codec_by_name(name)
+    def _variable_rate(self, name: str, node: fx.Node, storage: StorageFacts, dtype: torch.dtype) -> StorageCodecs:
+        worst = buffer_bytes(name, storage.copy_bytes, dtype)
+        zeros, numel = zero_share(node, self.zeros), storage.copy_bytes // dtype.itemsize
         expected = self.observed.get(storage.name, assumed_bytes(name, numel, dtype, zeros))
-        link = round(expected / codec.link_efficiency)
+        size = allocated_bytes(worst, self.facts.planned_for)
+        times = self._kernels_us(name, storage, dtype, expected)
+        link = min(worst, round(expected / LINK_EFFICIENCY))
+        return StorageCodecs("", name, size, *times, link, worst, staged=True)
+
+    def _kernels_us(
+        self, name: str, storage: StorageFacts, dtype: torch.dtype, encoded_bytes: int
+    ) -> tuple[float, float]:
+        """Microseconds of an encode and of a decode."""
         if self.profile.kind == "cpu":
-            link = round(storage.copy_bytes * self.profile.d2h_bytes_per_s / REFERENCE_BYTES_PER_S)
-        elif link >= storage.copy_bytes:
-            return None
-        slot = slot_bytes(name, storage.copy_bytes, dtype)
-        return StorageCodecs(swap=name, encoded_bytes=storage.size_bytes, link_bytes=link, slot_bytes=slot)
+            us = storage.copy_bytes / REFERENCE_BYTES_PER_S * 1e6
+            return us, us
+        codec, rate, numel = codec_by_name(name), self.profile.memory_bytes_per_s, storage.copy_bytes // dtype.itemsize
+        # A variable-rate codec runs a second, tiny kernel each way: what the copy has left out.
+        launches = self.profile.launch_us * (1 if codec.fixed_rate else 2)
+        encode, decode = (
+            launches + codec.kernel_seconds(direction, numel, dtype, rate, encoded_bytes) * 1e6
+            for direction in ("encode", "decode")
+        )
+        return encode, decode
 
-    def _kernel_us(self, codec: Codec, numel: int, dtype: torch.dtype) -> float:
-        if self.profile.kind == "cpu":
-            return numel * dtype.itemsize / REFERENCE_BYTES_PER_S * 1e6
-        return self.profile.launch_us + codec.kernel_seconds(numel, dtype, self.profile.memory_bytes_per_s) * 1e6
-
-
-def _both(compress: StorageCodecs, direct: StorageCodecs) -> StorageCodecs:
-    return StorageCodecs(
-        compress.compress,
-        direct.swap,
-        compress.encoded_bytes,
-        compress.encode_us,
-        compress.decode_us,
-        direct.link_bytes,
-        direct.slot_bytes,
-    )
+    def _round_trip_us(self, offer: StorageCodecs) -> float:
+        link_us = offer.link_bytes / self.profile.d2h_bytes_per_s + offer.link_bytes / self.profile.h2d_bytes_per_s
+        return offer.encode_us + offer.decode_us + link_us * 1e6
 
 
 def _narrow_codec(node: fx.Node) -> str | None:
@@ -253,6 +244,7 @@ def _clamped(node: fx.Node, zeros: list[float]) -> float:
     return 0.5 if len(node.args) > 1 and node.args[1] in (0, 0.0) else 0.0
 
 
+_EXPONENTIATED = frozenset({_aten._log_softmax.default})
 _RECTIFIERS = frozenset({_aten.relu.default, _aten.relu_.default, _aten.threshold.default})
 _PASS_ON = frozenset(
     {

@@ -14,8 +14,10 @@ from collections.abc import Mapping, Sequence
 from torch import fx
 from torch.fx.graph_module import GraphModule
 
+from fxhome.cuda_kernels.codec import codec_by_name
 from fxhome.errors import PlanMismatchError
 from fxhome.passes import torch_compat
+from fxhome.passes.codec_choice import assumed_bytes, zero_share
 from fxhome.passes.facts import storage_nbytes
 from fxhome.passes.insert_nodes import ENCODED_OF, anchors, geometry, insert_call
 from fxhome.placement import Instruction, Plan
@@ -33,8 +35,12 @@ def insert_codecs(
     program: Sequence[Instruction],
     num_fwd_outputs: int,
     codecs: Mapping[str, str],
+    graph_key: str = "",
 ) -> tuple[GraphModule, GraphModule]:
-    """Insert every encode and decode of `program`; with none in it, the modules come back unchanged."""
+    """Insert every encode and decode of `program`; with none in it, the modules come back unchanged.
+
+    graph_key: under which what the variable-rate codecs saved is reported.
+    """
     encoded = [item.target for item in program if item.kind == "encode"]
     if not encoded:
         return forward, backward
@@ -42,7 +48,7 @@ def insert_codecs(
     if missing:
         raise PlanMismatchError(f"plan: it encodes '{missing[0]}' and names no codec for it; plan this model again")
     end = next(i for i, item in enumerate(program) if item.kind == "forward_end")
-    values = _insert_encodes(forward.graph, program[:end], num_fwd_outputs, codecs)
+    values = _insert_encodes(forward.graph, program[:end], num_fwd_outputs, codecs, graph_key)
     _insert_decodes(backward.graph, program, end, codecs, values)
     forward.graph.lint()
     backward.graph.lint()
@@ -50,14 +56,18 @@ def insert_codecs(
 
 
 def _insert_encodes(
-    graph: fx.Graph, program: Sequence[Instruction], num_fwd_outputs: int, codecs: Mapping[str, str]
+    graph: fx.Graph,
+    program: Sequence[Instruction],
+    num_fwd_outputs: int,
+    codecs: Mapping[str, str],
+    graph_key: str,
 ) -> dict[str, fx.Node]:
     by_name = {node.name: node for node in graph.nodes}
     made: dict[str, fx.Node] = {}
     for position, (item, anchor) in enumerate(zip(program, anchors(graph, program, 0), strict=True)):
         if item.kind == "encode":
             source = by_name[item.target]
-            arguments = (source, storage_nbytes(source.meta["val"]), codecs[item.target])
+            arguments = (source, *_how(source, codecs[item.target], graph_key))
             node = insert_call(
                 graph, anchor, codec_ops.encode_op, arguments, source, position, f"{item.target}_encoded"
             )
@@ -68,6 +78,16 @@ def _insert_encodes(
     saved = [made.get(node.name, node) for node in results[num_fwd_outputs:]]
     output.args = (tuple(results[:num_fwd_outputs] + saved),)
     return made
+
+
+def _how(source: fx.Node, codec: str, graph_key: str) -> tuple[object, ...]:
+    """What `encode` needs to know besides the tensor."""
+    value = source.meta["val"]
+    size_bytes = storage_nbytes(value)
+    if codec_by_name(codec).fixed_rate:
+        return size_bytes, codec
+    assumed = assumed_bytes(codec, size_bytes // value.dtype.itemsize, value.dtype, zero_share(source, {}))
+    return size_bytes, codec, assumed, codec_ops.site_name(graph_key, source.name)
 
 
 def _insert_decodes(

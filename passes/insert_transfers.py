@@ -8,8 +8,8 @@
           relu_host, relu)                          relu_1 = fxhome.swap_in_wait(relu_in, relu_host)
       return ..., relu_host_1                       relu_backward = aten.threshold_backward(..., relu_1)
 
-What `insert_codecs` encoded is moved in that form, under its source's name. Where a codec is named and nothing was
-encoded, `swap_out_encoded` and `swap_in_encoded` stand in place of `swap_out` and `swap_in`.
+What `insert_codecs` encoded is moved in that form, under its source's name; where its size depends on the data, by
+`swap_out_encoded` and `swap_in_encoded` in place of `swap_out` and `swap_in`.
 A wait that the program puts behind `forward_end` stands in the backward; the source is then saved beside the host copy,
 because it must live until that wait. Inserted nodes carry their source's metadata and a fake value of their own.
 """
@@ -20,9 +20,8 @@ from typing import Any
 from torch import fx
 from torch.fx.graph_module import GraphModule
 
+from fxhome.cuda_kernels.codec import codec_by_name
 from fxhome.passes import torch_compat
-from fxhome.passes.codec_choice import assumed_bytes, zero_share
-from fxhome.passes.facts import storage_nbytes
 from fxhome.passes.insert_nodes import ENCODED_OF, anchors, carried, geometry, insert_call
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
@@ -36,21 +35,20 @@ def insert_transfers(
     program: Sequence[Instruction],
     num_fwd_outputs: int,
     codecs: Mapping[str, str] | None = None,
-    graph_key: str = "",
 ) -> tuple[GraphModule, GraphModule]:
     """Insert every transfer of `program`; with none in it, the modules come back unchanged.
 
-    codecs: names by storage (see `codecs_of`). graph_key: under which what the codecs saved is reported.
+    codecs: names by storage (see `codecs_of`).
     """
     if not any(item.kind in TRANSFERS for item in program):
         return forward, backward
     end = next(i for i, item in enumerate(program) if item.kind == "forward_end")
     moved = {item.target for item in program if item.kind == "swap_out"}
-    staged = {item.target for item in program if item.kind == "encode"}
-    direct = {name: codec for name, codec in (codecs or {}).items() if name in moved - staged}
+    encoded = moved & {item.target for item in program if item.kind == "encode"}
+    varying = {name for name in encoded if not codec_by_name((codecs or {})[name]).fixed_rate}
     late = {item.target for item in program[end:] if item.kind == "swap_out_wait"}
-    hosts = _insert_forward(forward.graph, program[:end], moved, late, num_fwd_outputs, direct, graph_key)
-    _insert_backward(backward.graph, program, end, moved, late, hosts, direct)
+    hosts = _insert_forward(forward.graph, program[:end], moved, late, num_fwd_outputs, varying)
+    _insert_backward(backward.graph, program, end, moved, late, hosts, varying)
     forward.graph.lint()
     backward.graph.lint()
     return torch_compat.make_module(forward, forward.graph), torch_compat.make_module(backward, backward.graph)
@@ -62,8 +60,7 @@ def _insert_forward(
     moved: set[str],
     late: set[str],
     num_fwd_outputs: int,
-    direct: Mapping[str, str],
-    graph_key: str,
+    varying: set[str],
 ) -> dict[str, fx.Node]:
     by_name = carried(list(graph.nodes))
     hosts: dict[str, fx.Node] = {}
@@ -71,8 +68,8 @@ def _insert_forward(
         source = by_name.get(item.target)
         if item.kind == "swap_out":
             assert source is not None
-            target, arguments = _departure(source, direct.get(item.target), graph_key)
-            node = insert_call(graph, anchor, target, arguments, source, position, f"{item.target}_host")
+            target = codec_ops.swap_out_encoded_op if item.target in varying else ops.swap_out
+            node = insert_call(graph, anchor, target, (source,), source, position, f"{item.target}_host")
             node.meta["fxhome_host"] = True
             hosts[item.target] = node
         elif item.kind == "swap_out_wait":
@@ -98,17 +95,6 @@ def _insert_forward(
     return hosts
 
 
-def _departure(source: fx.Node, codec: str | None, graph_key: str) -> tuple[Any, tuple[Any, ...]]:
-    """The operator that starts the way to the host, with its arguments."""
-    if codec is None:
-        return ops.swap_out, (source,)
-    value = source.meta["val"]
-    size_bytes = storage_nbytes(value)
-    assumed = assumed_bytes(codec, size_bytes // value.dtype.itemsize, value.dtype, zero_share(source, {}))
-    site = codec_ops.site_name(graph_key, source.name)
-    return codec_ops.swap_out_encoded_op, (source, size_bytes, codec, assumed, site)
-
-
 def _insert_backward(
     graph: fx.Graph,
     program: Sequence[Instruction],
@@ -116,7 +102,7 @@ def _insert_backward(
     moved: set[str],
     late: set[str],
     hosts: dict[str, fx.Node],
-    direct: Mapping[str, str],
+    varying: set[str],
 ) -> None:
     sources = carried([node for node in graph.nodes if node.op == "placeholder"])
     hosts_here: dict[str, fx.Node] = {}
@@ -138,11 +124,10 @@ def _insert_backward(
             )
         elif item.kind == "swap_in":
             value = sources[name].meta["val"]
-            place = (*geometry(sources[name]), value.dtype, value.device)
-            if name in direct:
-                arguments = (hosts_here[name], storage_nbytes(value), *place)
-                target = codec_ops.swap_in_encoded_op
+            if name in varying:
+                arguments, target = (hosts_here[name], value.device), codec_ops.swap_in_encoded_op
             else:
+                place = (*geometry(sources[name]), value.dtype, value.device)
                 arguments, target = (hosts_here[name], *place), ops.swap_in
             waiting[name] = insert_call(graph, anchor, target, arguments, sources[name], position, f"{name}_in")
         elif item.kind == "swap_in_wait":

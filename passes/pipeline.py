@@ -17,13 +17,12 @@ import numpy as np
 from torch.fx.graph_module import GraphModule
 
 from fxhome.budget import Budget
-from fxhome.cuda_kernels.chunks import staging_bytes
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint, overwritten_saved
 from fxhome.passes.capture import normalize
-from fxhome.passes.codec_choice import StorageCodecs, choose_codecs, without_direct
+from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
@@ -35,7 +34,7 @@ from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, f
 from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
-from fxhome.passes.simulate import COMPRESS_SWAP, Link, Placements, Problem, SimResult, holders, simulate
+from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
 from fxhome.passes.torch_compat import optimizes_layout
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
@@ -45,7 +44,6 @@ from fxhome.units import format_bytes
 log = logging.getLogger("fxhome.planner")
 
 LEAVE_ROOM_TRIALS = 6
-MIN_BUDGETS_PER_STAGING = 64
 MAX_BOUND_DECISIONS = 1500
 """The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
@@ -78,8 +76,6 @@ class Situation:
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     observed_bytes: tuple[tuple[str, int], ...] = ()
     """Encoded bytes seen at run time by storage name: what the next plan of this graph assumes."""
-    staging_bytes: int = 0
-    """Already held for encoded swaps, as a part of what is resident."""
     free_bytes: int = 0
     """What the device could still give: the budget when none was asked for is resident + free."""
 
@@ -107,8 +103,6 @@ class Planned:
 
     stock_boundary_bytes: int = 0
     """What the baseline would save for the backward."""
-    staged_storage_bytes: int = 0
-    """The largest storage that passes through the staging buffers of encoded swaps; 0 where none does."""
     problem: Problem | None = None
     """The graph's own problem, with nothing asked for between its forward and its backward."""
 
@@ -261,14 +255,8 @@ def plan_graph(
         codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
         problem = assemble(between_bytes)
         alone = assemble(0) if between_bytes else problem
-    # Encoded swaps pass through buffers that stay: where these would be a good part of the budget, there are none.
-    staging = _staging_bytes(_largest_staged(facts, codecs), situation)
-    if staging > budget // MIN_BUDGETS_PER_STAGING:
-        codecs, staging = without_direct(codecs), 0
-        problem = assemble(between_bytes)
-        alone = assemble(0) if between_bytes else problem
     if situation.leave_room:
-        problem = _saving_least(problem, assemble, budget - fixed - staging)
+        problem = _saving_least(problem, assemble, budget - fixed)
 
     def finish(
         result: SimResult,
@@ -324,16 +312,15 @@ def plan_graph(
         check_replay(replay, facts, profile, inner)
         placement = placement_codes(replay, facts, problem)
         result = simulate(problem, placement, replay.budget_bytes - fixed)
-        through = _largest_staged(facts, codecs, placement)
         plan = replay
         program = replay.program
     else:
         placement, result, stats, gap = runner.run(
             "search",
             lambda: (
-                _smallest(problem, options, budget, fixed + staging)
+                _smallest(problem, options, budget, fixed)
                 if situation.smallest
-                else _search(problem, facts, options, budget, fixed + staging, stock_placement, resident, classes)
+                else _search(problem, facts, options, budget, fixed, stock_placement, resident, classes)
             ),
         )
         notes: tuple[str, ...] = (
@@ -344,8 +331,6 @@ def plan_graph(
                 f"the inner backend's own partition would rebuild from {', '.join(stale)}, which the step overwrites: "
                 "fxhome's is used although the baseline fits",
             )
-        through = _largest_staged(facts, codecs, placement)
-        resident += _staging_bytes(through, situation)
         plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
         program = plan.program
 
@@ -353,10 +338,12 @@ def plan_graph(
     if options.verify:
         verify_partition(work, *graphs, program, num_fwd_outputs)
     encodings = codecs_of(plan)
-    graphs = runner.run("insert_codecs", lambda: insert_codecs(*graphs, program, num_fwd_outputs, encodings))
+    graphs = runner.run(
+        "insert_codecs", lambda: insert_codecs(*graphs, program, num_fwd_outputs, encodings, facts.fingerprint)
+    )
     forward, backward = runner.run(
         "insert_transfers",
-        lambda: insert_transfers(*graphs, program, num_fwd_outputs, encodings, facts.fingerprint),
+        lambda: insert_transfers(*graphs, program, num_fwd_outputs, encodings),
     )
     if options.verify:
         verify_boundary(forward, backward, num_fwd_outputs)
@@ -377,31 +364,9 @@ def plan_graph(
         output_bytes=written.output_bytes,
         workspace_by_node=by_node,
         stock_boundary_bytes=stock_peak.boundary_bytes,
-        staged_storage_bytes=through,
         problem=alone,
         step_seconds=runner.seconds,
     )
-
-
-def _largest_staged(facts: GraphFacts, codecs: Sequence[StorageCodecs], placement: Placements | None = None) -> int:
-    """Bytes of the largest storage that may (under `placement`: does) pass through the staging buffers."""
-    if facts.planned_for != "cuda":
-        return 0
-    return max(
-        (
-            facts.storages[s].copy_bytes
-            for s, codec in enumerate(codecs)
-            if codec.is_direct and (placement is None or placement[s] == COMPRESS_SWAP)
-        ),
-        default=0,
-    )
-
-
-def _staging_bytes(largest_storage_bytes: int, situation: Situation) -> int:
-    """Device bytes that the staging buffers would take besides what they hold already."""
-    if not largest_storage_bytes:
-        return 0
-    return max(0, staging_bytes(largest_storage_bytes) - situation.staging_bytes)
 
 
 def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: int) -> Problem:
@@ -526,8 +491,8 @@ def rewrite(
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
     named = codecs or {}
-    graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named)
-    return insert_transfers(*graphs, program, num_fwd_outputs, named, graph_key)
+    graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
+    return insert_transfers(*graphs, program, num_fwd_outputs, named)
 
 
 def with_lowering(situation: Situation, missed_bytes: int, budget_bytes: int) -> Situation:

@@ -88,9 +88,9 @@ def compile_with(
         used = {name: codec for name, codec in names.items() if codec is not None}
         graphs = partition(work, program, num_fwd_outputs)
         verify_partition(work, *graphs, program, num_fwd_outputs)
-        graphs = insert_codecs(*graphs, program, num_fwd_outputs, used)
+        graphs = insert_codecs(*graphs, program, num_fwd_outputs, used, facts.fingerprint)
         verify_codecs(*graphs)
-        graphs = insert_transfers(*graphs, program, num_fwd_outputs, used, facts.fingerprint)
+        graphs = insert_transfers(*graphs, program, num_fwd_outputs, used)
         verify_boundary(*graphs, num_fwd_outputs)
         verify_transfers(*graphs)
         written = graph_peak(*graphs, num_fwd_outputs, facts.device_type, facts.planned_for, {})

@@ -1,12 +1,16 @@
 """The four codec operators, visible to FX, Dynamo's backends and Inductor.
 
-    e  = encode(x, bytes, codec)                x's storage, encoded on its device (fixed-rate codecs)
-    x2 = decode(e, bytes, size, stride, ...)    a new storage with the same bytes (or within the codec's error bound)
-    h  = swap_out_encoded(x, bytes, ...)        like swap_out, encoding on the way into a worst-case sized host slot
-    x2 = swap_in_encoded(h, bytes, size, ...)   like swap_in, decoding on the way
+    e  = encode(x, bytes, codec)                     x's storage, encoded on its device by one kernel
+    x2 = decode(e, bytes, size, stride, ...)         a new storage with the same bytes (or within the error bound)
 
-The waits of the last two are `swap_out_wait` and `swap_in_wait`. Whole storages are handled, so strides come back
-exactly. `bytes` is the storage's size as it was planned.
+What a fixed-rate codec made is moved by `swap_out` and `swap_in`: its size is known. A variable-rate codec's encode
+also gets an assumed size and the name of a site (see codec_sites); its result has room for the worst case, and
+
+    h  = swap_out_encoded(e)                         moves what is in use, as far as the host knows it, to a host slot
+    e2 = swap_in_encoded(h, device)                  moves it back
+
+The waits of these two are `swap_out_wait` and `swap_in_wait`. Whole storages are handled, so strides come back exactly.
+`bytes` is the storage's size as it was planned.
 """
 
 from __future__ import annotations
@@ -14,30 +18,22 @@ from __future__ import annotations
 import ctypes
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
-from fxhome.cuda_kernels.chunks import chunks_of, slot_bytes, staging_bytes
-from fxhome.cuda_kernels.codec import codec_by_name
-from fxhome.cuda_kernels.launch import raise_if_corrupt
+from fxhome.cuda_kernels.codec import codec_by_name, prepared_kernel
+from fxhome.cuda_kernels.launch import copy_to_device, copy_to_host, raise_if_corrupt
 from fxhome.cuda_kernels.layout import USED_OFFSET, VECTOR_BYTES
+from fxhome.cuda_kernels.overflow import copy_overflow
 from fxhome.runtime import transfer
 from fxhome.runtime.codec_sites import CodecSite, add_site, site_name, site_of
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import Start
-from fxhome.runtime.staging import chunk_kernels, reserve_staging, staging_of
+from fxhome.runtime.slot import HostSlot
+from fxhome.runtime.streams import current_handle
 
-__all__ = [
-    "decode_op",
-    "encode_op",
-    "reserve_staging",
-    "site_name",
-    "slot_bytes",
-    "staging_bytes",
-    "swap_in_encoded_op",
-    "swap_out_encoded_op",
-]
+__all__ = ["buffer_bytes", "decode_op", "encode_op", "site_name", "swap_in_encoded_op", "swap_out_encoded_op"]
 
 log = logging.getLogger("fxhome.codecs")
 
@@ -46,22 +42,65 @@ _TAGS = (torch.Tag.needs_exact_strides,)
 
 _GEOMETRY = "int storage_bytes, int[] size, int[] stride, int storage_offset, ScalarType dtype"
 _SCHEMAS = {
-    "encode": "(Tensor src, int storage_bytes, str codec) -> Tensor",
+    "encode": '(Tensor src, int storage_bytes, str codec, int assumed_bytes=0, str site="") -> Tensor',
     "decode": f"(Tensor encoded, {_GEOMETRY}, str codec) -> Tensor",
-    "swap_out_encoded": "(Tensor src, int storage_bytes, str codec, int assumed_bytes, str site) -> Tensor",
-    "swap_in_encoded": f"(Tensor host, {_GEOMETRY}, Device device) -> Tensor",
+    "swap_out_encoded": "(Tensor encoded) -> Tensor",
+    "swap_in_encoded": "(Tensor host, Device device) -> Tensor",
 }
 
 
-def encode(src: torch.Tensor, storage_bytes: int, codec: str) -> torch.Tensor:
-    """Encode the storage of `src` into a new uint8 tensor on its device, of exactly the codec's encoded size."""
-    if src.is_cuda:
+class _Sizes(NamedTuple):
+    """Sizes in bytes of an encoded storage, and its elements."""
+
+    numel: int
+    is_fixed: bool
+    head: int
+    worst_case: int
+    buffer: int
+    """Of the tensor that holds it: in either form, if the size depends on the data."""
+
+
+@functools.lru_cache(maxsize=8192)
+def _sizes(codec: str, storage_bytes: int, dtype: torch.dtype) -> _Sizes:
+    chosen, numel = codec_by_name(codec), storage_bytes // dtype.itemsize
+    layout = chosen.layout(numel, dtype)
+    worst = layout.worst_case_bytes
+    buffer = worst if chosen.fixed_rate else max(storage_bytes, worst)
+    return _Sizes(numel, chosen.fixed_rate, layout.head_bytes, worst, buffer)
+
+
+def buffer_bytes(codec: str, storage_bytes: int, dtype: torch.dtype) -> int:
+    """Bytes of the tensor that `encode` gives, and of the host slot that it is moved to."""
+    return _sizes(codec, storage_bytes, dtype).buffer
+
+
+def encode(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int = 0, site: str = "") -> torch.Tensor:
+    """Encode the storage of `src` into a new uint8 tensor of `buffer_bytes` on its device.
+
+    assumed_bytes, site: what a variable-rate codec is expected to give, and under which name that is watched.
+    """
+    is_cuda = src.is_cuda
+    if is_cuda:
         raise_if_corrupt()
-    _check_storage(src, storage_bytes, "encode")
-    chosen = codec_by_name(codec)
-    numel = storage_bytes // src.dtype.itemsize
-    encoded = torch.empty(chosen.encoded_bytes(numel, src.dtype), dtype=torch.uint8, device=src.device)
-    chosen.encode(_elements(src.untyped_storage(), src.dtype), encoded)
+    storage = src.untyped_storage()
+    _check_storage(storage.nbytes(), storage_bytes, "encode")
+    sizes = _sizes(codec, storage_bytes, src.dtype)
+    encoded = torch.empty(sizes.buffer, dtype=torch.uint8, device=src.device)
+    moving = None
+    if not sizes.is_fixed:
+        moving = _Moving(site, codec, sizes, storage_bytes, assumed_bytes, is_cuda)
+        _moving[encoded.data_ptr()] = moving
+        if moving.is_raw:
+            copy_raw(encoded[:storage_bytes], _elements(storage, torch.uint8))
+            return encoded
+    if not is_cuda:
+        codec_by_name(codec).encode(_elements(storage, src.dtype), encoded)
+        if moving is not None:
+            moving.site.note.word.value = used_tail_bytes(encoded.data_ptr()) // VECTOR_BYTES + 1
+    elif sizes.numel:
+        index = src.get_device()
+        kernel = prepared_kernel(codec, "encode", sizes.numel, src.dtype, index)
+        kernel(current_handle(index), storage.data_ptr(), encoded.data_ptr())
     return encoded
 
 
@@ -75,131 +114,113 @@ def decode(
     codec: str,
 ) -> torch.Tensor:
     """Decode into a new storage of `storage_bytes`; return a tensor of that geometry on it."""
-    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=encoded.device).untyped_storage()
-    codec_by_name(codec).decode(encoded, _elements(storage, dtype))
-    return torch.empty(0, dtype=dtype, device=encoded.device).set_(storage, storage_offset, size, stride)
+    result = transfer.new_tensor(storage_bytes, size, stride, storage_offset, dtype, encoded.device)
+    storage = result.untyped_storage()
+    address = encoded.data_ptr()
+    moving = None if _sizes(codec, storage_bytes, dtype).is_fixed else _moving.pop(address, None)
+    if moving is not None and moving.is_raw:
+        copy_raw(_elements(storage, torch.uint8), encoded[:storage_bytes])
+    elif not encoded.is_cuda:
+        codec_by_name(codec).decode(encoded, _elements(storage, dtype))
+    elif storage_bytes:
+        index = encoded.get_device()
+        kernel = prepared_kernel(codec, "decode", storage_bytes // dtype.itemsize, dtype, index)
+        kernel(current_handle(index), storage.data_ptr(), address)
+    return result
 
 
-def swap_out_encoded(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int, site: str) -> torch.Tensor:
-    """Start encoding the storage of `src` into a host slot, or copying it there where that is known to be faster."""
-    is_cuda = src.is_cuda
-    if is_cuda:
-        raise_if_corrupt()
-    _check_storage(src, storage_bytes, "swap_out_encoded")
-    dtype = src.dtype
-    state = site_of(site, codec, storage_bytes) or _new_site(site, codec, storage_bytes, assumed_bytes, src)
-    size_bytes = slot_bytes(codec, storage_bytes, dtype)
-    if not state.next_step() or not storage_bytes or (is_cuda and not _kernels_reach_the_pool()):
-        return transfer.swap_out_as(src, _PLAIN, size_bytes)
-    if is_cuda:
-        staging_of(src.device.index).reserve(storage_bytes)
-    return transfer.swap_out_as(src, _Encoded(codec, dtype, state), size_bytes)
-
-
-def swap_in_encoded(
-    host: torch.Tensor,
-    storage_bytes: int,
-    size: list[int],
-    stride: list[int],
-    storage_offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """Start restoring a slot that `swap_out_encoded` filled, in whichever form it did."""
-    return transfer.swap_in_as(host, storage_bytes, size, stride, storage_offset, dtype, device)
-
-
-def _new_site(site: str, codec: str, storage_bytes: int, assumed_bytes: int, src: torch.Tensor) -> CodecSite:
-    chosen = codec_by_name(codec)
-    # A fixed-rate codec's chunks say nothing about their size, so nobody notes it.
-    heads = () if chosen.fixed_rate else tuple(c.head_bytes for c in chunks_of(codec, storage_bytes, src.dtype))
-    return add_site(site, codec, storage_bytes, assumed_bytes, chosen.link_efficiency, heads, pinned=src.is_cuda)
-
-
-class _Encoded:
-    """A slot that holds an encoded storage. It is as good as its slot: one object per swap."""
-
-    __slots__ = ("_bounds_bytes", "_codec", "_dtype", "_site")
-
-    def __init__(self, codec: str, dtype: torch.dtype, site: CodecSite) -> None:
-        self._codec = codec
-        self._dtype = dtype
-        self._site = site
-        self._bounds_bytes: list[int] = []
-
-    def write(
-        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
-    ) -> torch.cuda.Stream | None:
-        """Encode; note the sizes."""
-        if start is None:
-            self._write_on_cpu(host, storage)
-            return None
-        index = start.stream.device.index
-        chunks = chunk_kernels(self._codec, "encode", storage.nbytes(), self._dtype, index)
-        site = self._site
-        likely: Sequence[int] = site.bounds_bytes() if site.heads_bytes else (0,) * len(chunks)
-        self._bounds_bytes = [
-            min(bound, chunk.worst_case_bytes) or chunk.worst_case_bytes
-            for bound, (chunk, _) in zip(likely, chunks, strict=True)
-        ]
-        notes = [site.notes.address + 4 * number if site.heads_bytes else 0 for number in range(len(chunks))]
-        return staging_of(index).to_host(
-            chunks, self._bounds_bytes, notes, storage.data_ptr(), host.data_ptr(), start.stream, start.event
+def swap_out_encoded(encoded: torch.Tensor) -> torch.Tensor:
+    """Start moving what a variable-rate `encode` gave to a host slot; return that slot's uint8 tensor."""
+    moving = _moving.pop(encoded.data_ptr(), None)
+    if moving is None:
+        raise RuntimeError(
+            f"fxhome::swap_out_encoded: the tensor of {encoded.numel()} bytes on {encoded.device} does not come from "
+            "an encode of a variable-rate codec; graph rule: its argument is the result of fxhome::encode, unchanged, "
+            "once"
         )
-
-    def read(
-        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
-    ) -> torch.cuda.Stream | None:
-        """Decode."""
-        if start is None:
-            self._read_on_cpu(host, storage)
-            return None
-        index = start.stream.device.index
-        chunks = chunk_kernels(self._codec, "decode", storage.nbytes(), self._dtype, index)
-        address = host.data_ptr()
-        has_arrived, bounds_bytes = self._has_arrived(host), self._bounds_bytes
-        if has_arrived:
-            bounds_bytes = [
-                min(chunk.head_bytes + used_tail_bytes(address + chunk.slot_offset), chunk.worst_case_bytes)
-                for chunk, _ in chunks
-            ]
-        return staging_of(index).from_host(chunks, bounds_bytes, has_arrived, address, storage.data_ptr(), start.stream)
-
-    def _has_arrived(self, host: torch.Tensor) -> bool:
-        slot = host_pool().slot_of(host)
-        return slot is not None and all(fence.event.query() for fence in slot.fences)
-
-    def _write_on_cpu(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        codec, words = codec_by_name(self._codec), self._site.notes.words
-        elements = _elements(storage, self._dtype)
-        for number, chunk in enumerate(chunks_of(self._codec, storage.nbytes(), self._dtype)):
-            encoded = host[chunk.slot_offset : chunk.slot_offset + chunk.worst_case_bytes]
-            first = chunk.start_bytes // self._dtype.itemsize
-            codec.encode(elements[first : first + chunk.numel], encoded)
-            if words:
-                words[number] = used_tail_bytes(encoded.data_ptr()) // VECTOR_BYTES + 1
-
-    def _read_on_cpu(self, host: torch.Tensor, storage: torch.UntypedStorage) -> None:
-        codec, elements = codec_by_name(self._codec), _elements(storage, self._dtype)
-        for chunk in chunks_of(self._codec, storage.nbytes(), self._dtype):
-            encoded = host[chunk.slot_offset : chunk.slot_offset + chunk.worst_case_bytes]
-            first = chunk.start_bytes // self._dtype.itemsize
-            codec.decode(encoded, elements[first : first + chunk.numel])
+    return transfer.swap_out_as(encoded, moving, encoded.numel())
 
 
-class _Plain:
-    """A slot that holds a storage as it is, at its front."""
-
-    def write(self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None) -> None:
-        """Copy."""
-        host[: storage.nbytes()].copy_(_elements(storage, torch.uint8), non_blocking=True)
-
-    def read(self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None) -> None:
-        """Copy."""
-        _elements(storage, torch.uint8).copy_(host[: storage.nbytes()], non_blocking=True)
+def swap_in_encoded(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Start moving a slot that `swap_out_encoded` filled back, into a new tensor for `decode`."""
+    return transfer.swap_in(host, [host.numel()], [1], 0, torch.uint8, device)
 
 
-_PLAIN = _Plain()
+_moving: dict[int, _Moving] = {}
+"""What the buffers between an encode and its swap-out, or a swap-in and its decode, hold, by their address: live device
+buffers have one each, and whoever fills one enters it here anew."""
+
+
+class _Moving:
+    """An encoded storage on its way to the host and back (see slot.Contents), or a storage as it is."""
+
+    __slots__ = ("_bound_bytes", "_sizes", "_storage_bytes", "is_raw", "site")
+
+    def __init__(
+        self, site: str, codec: str, sizes: _Sizes, storage_bytes: int, assumed_bytes: int, is_cuda: bool
+    ) -> None:
+        state = site_of(site, codec, storage_bytes)
+        if state is None:
+            state = add_site(site, codec, storage_bytes, assumed_bytes, sizes.head, pinned=is_cuda)
+        self.site: CodecSite = state
+        encodes = state.next_step() and storage_bytes > 0
+        self.is_raw = not encodes or (is_cuda and not _kernels_reach_the_pool())
+        self._sizes = sizes
+        self._storage_bytes = storage_bytes
+        self._bound_bytes = storage_bytes if self.is_raw else sizes.worst_case
+
+    def before_write(self, slot: HostSlot, address: int, device_index: int) -> None:
+        """Choose how much the copy moves; a kernel moves what is beyond and notes the size."""
+        if self.is_raw:
+            return
+        sizes = self._sizes
+        self._bound_bytes = min(self.site.bound_bytes() or sizes.worst_case, sizes.worst_case)
+        if self._bound_bytes < sizes.worst_case:
+            transfer.prepare_host_write(slot, device_index)
+        self._complete(address, address, slot.block.address, self._bound_bytes, device_index, self.site.note.address)
+
+    def write(self, slot: HostSlot, address: int, stream: int | None) -> None:
+        """Copy to the host."""
+        if stream is None:
+            ctypes.memmove(slot.block.address, address, self._bound_bytes)
+        else:
+            copy_to_host(slot.block.address, address, self._bound_bytes, stream)
+
+    def before_read(self, slot: HostSlot) -> tuple[int, bool]:
+        """The bytes in use, where they have arrived; else what the way out moved, or more where more is known."""
+        if self.is_raw:
+            return self._bound_bytes, True
+        sizes = self._sizes
+        if all(fence.event.query() for fence in slot.fences):
+            return min(sizes.head + used_tail_bytes(slot.block.address), sizes.worst_case), True
+        bound_bytes = min(max(self._bound_bytes, self.site.bound_bytes()), sizes.worst_case)
+        return bound_bytes, bound_bytes == sizes.worst_case
+
+    def read(self, slot: HostSlot, address: int, bound_bytes: int, stream: int | None) -> None:
+        """Copy from the host."""
+        if stream is None:
+            ctypes.memmove(address, slot.block.address, bound_bytes)
+        else:
+            copy_to_device(address, slot.block.address, bound_bytes, stream)
+
+    def after_read(self, slot: HostSlot, address: int, bound_bytes: int, device_index: int) -> None:
+        """A kernel fetches what the copy has left out."""
+        self._complete(address, slot.block.address, address, bound_bytes, device_index)
+
+    def announce(self, address: int) -> None:
+        """Tell `decode` what it gets."""
+        _moving[address] = self
+
+    def _complete(
+        self, header: int, source: int, target: int, bound_bytes: int, device_index: int, note: int = 0
+    ) -> None:
+        sizes = (self._sizes.head, self._sizes.worst_case)
+        copy_overflow(device_index, current_handle(device_index), header, source, target, bound_bytes, sizes, note)
+
+
+def copy_raw(target: torch.Tensor, source: torch.Tensor) -> None:
+    """Bytes of a storage that is not encoded, on its device."""
+    target.copy_(source)
 
 
 def used_tail_bytes(address: int) -> int:
@@ -224,8 +245,7 @@ def _elements(storage: torch.UntypedStorage, dtype: torch.dtype) -> torch.Tensor
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, 0, (numel,), (1,))
 
 
-def _check_storage(src: torch.Tensor, storage_bytes: int, operator: str) -> None:
-    found = src.untyped_storage().nbytes()
+def _check_storage(found: int, storage_bytes: int, operator: str) -> None:
     if found != storage_bytes:
         raise RuntimeError(
             f"fxhome::{operator}: the storage has {found} bytes, {storage_bytes} were planned; graph rule: what is "
@@ -233,16 +253,10 @@ def _check_storage(src: torch.Tensor, storage_bytes: int, operator: str) -> None
         )
 
 
-def _fake_encode(src: torch.Tensor, storage_bytes: int, codec: str) -> torch.Tensor:
-    size_bytes = codec_by_name(codec).encoded_bytes(storage_bytes // src.dtype.itemsize, src.dtype)
-    return torch.empty(size_bytes, dtype=torch.uint8, device=src.device)
-
-
-def _fake_restore(
-    device: torch.device, storage_bytes: int, size: list[int], stride: list[int], offset: int, dtype: torch.dtype
+def _fake_encode(
+    src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int = 0, site: str = ""
 ) -> torch.Tensor:
-    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    return torch.empty(0, dtype=dtype, device=device).set_(storage, offset, size, stride)
+    return torch.empty(buffer_bytes(codec, storage_bytes, src.dtype), dtype=torch.uint8, device=src.device)
 
 
 def _fake_decode(
@@ -254,23 +268,16 @@ def _fake_decode(
     dtype: torch.dtype,
     codec: str,
 ) -> torch.Tensor:
-    return _fake_restore(encoded.device, storage_bytes, size, stride, storage_offset, dtype)
+    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=encoded.device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=encoded.device).set_(storage, storage_offset, size, stride)
 
 
-def _fake_swap_out(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int, site: str) -> torch.Tensor:
-    return torch.empty(slot_bytes(codec, storage_bytes, src.dtype), dtype=torch.uint8, device="cpu")
+def _fake_swap_out(encoded: torch.Tensor) -> torch.Tensor:
+    return torch.empty(encoded.numel(), dtype=torch.uint8, device="cpu")
 
 
-def _fake_swap_in(
-    host: torch.Tensor,
-    storage_bytes: int,
-    size: list[int],
-    stride: list[int],
-    storage_offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    return _fake_restore(device, storage_bytes, size, stride, storage_offset, dtype)
+def _fake_swap_in(host: torch.Tensor, device: torch.device) -> torch.Tensor:
+    return torch.empty(host.numel(), dtype=torch.uint8, device=device)
 
 
 _KERNELS: dict[str, tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]] = {

@@ -1,8 +1,8 @@
 """What the data-dependent codecs turned out to save, and what was decided from it, while the training runs.
 
 A site is one swapped storage of one graph. Before each step it says whether to encode or to copy plainly: into the same
-slot, which is large enough for both, so changing one's mind needs no new plan. Whatever encodes leaves the sizes in a
-few page-locked words of the site; the host reads those of the last step that has got so far, and waits for nothing.
+buffers, which are large enough for both, so changing one's mind needs no new plan. The device leaves the size in a
+page-locked word of the site; the host reads that of the last step that has got so far, and waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,11 +14,14 @@ from typing import NamedTuple
 
 import torch
 
-# Encoding goes on while it takes at most this share of the plain copy's time; then one step in so many tries again.
-BREAK_EVEN = 0.95
+from fxhome.cuda_kernels.layout import VECTOR_BYTES
+
+# Encoding goes on while the copy moves at most this share of the plain bytes; then one step in so many tries again.
+BREAK_EVEN = 0.93
 RETRY_STEPS = 50
-# A copy is told to move the last size seen and so much more; a 64th of the tail is added to it.
+# A copy is told to move the last size seen and so much more, and this part of the tail besides.
 MARGIN_BYTES = 4096
+MARGIN_SHARE = 64
 _BOARD_WORDS = 4096
 
 
@@ -36,11 +39,11 @@ class SiteReport:
     steps: int
 
 
-class Notes(NamedTuple):
-    """Words of a board: their address and a view that the host reads."""
+class Note(NamedTuple):
+    """A word of a board: its address and a view that the host reads."""
 
     address: int
-    words: ctypes.Array[ctypes.c_uint32]
+    word: ctypes.c_uint32
 
 
 @dataclasses.dataclass
@@ -52,21 +55,14 @@ class _Board:
 
 
 class CodecSite:
-    """The state of one site. `link_efficiency`: speed of a transfer that encodes, relative to a plain one, per byte.
+    """The state of one site.
 
-    heads_bytes: bytes of each chunk's head. notes: a word per chunk, where whatever encodes leaves how many vectors of
-    the tail are in use, plus one; 0 until it has done so for the first time.
+    head_bytes: of the encoded form. note: where the device leaves how many vectors of the tail are in use, plus one; 0
+    until it has done so for the first time.
     """
 
     def __init__(
-        self,
-        site: str,
-        codec: str,
-        plain_bytes: int,
-        assumed_bytes: int,
-        link_efficiency: float,
-        heads_bytes: tuple[int, ...] = (),
-        notes: Notes | None = None,
+        self, site: str, codec: str, plain_bytes: int, assumed_bytes: int, head_bytes: int = 0, note: Note | None = None
     ) -> None:
         self.site = site
         self.codec = codec
@@ -76,10 +72,10 @@ class CodecSite:
         self.is_encoding = True
         self.decisions_changed = 0
         self.steps = 0
-        self.heads_bytes = heads_bytes
-        self.notes = notes or Notes(0, (ctypes.c_uint32 * 0)())
+        self.head_bytes = head_bytes
+        self.note = note or Note(0, ctypes.c_uint32())
         self._plain_steps = 0
-        self._limit_bytes = plain_bytes * BREAK_EVEN * link_efficiency
+        self._limit_bytes = plain_bytes * BREAK_EVEN
 
     def next_step(self) -> bool:
         """Count a step; whether to encode in it. While plain copies win, an attempt now and then looks again."""
@@ -92,16 +88,17 @@ class CodecSite:
 
     def look(self) -> None:
         """Read what has been noted by now."""
-        found = self.notes.words[:]
-        if found and 0 not in found:
-            self.observe(sum(self.heads_bytes) + 16 * (sum(found) - len(found)))
+        found = self.note.word.value
+        if found:
+            self.observe(self.head_bytes + VECTOR_BYTES * (found - 1))
 
-    def bounds_bytes(self) -> list[int]:
-        """What each chunk is likely not to exceed, a multiple of 16; 0 where nothing is known yet."""
-        return [
-            0 if word == 0 else head + 16 * (word - 1) + MARGIN_BYTES + (word - 1 >> 2) // 16 * 16
-            for head, word in zip(self.heads_bytes, self.notes.words, strict=True)
-        ]
+    def bound_bytes(self) -> int:
+        """What the next encoded form is likely not to exceed, a multiple of 16; 0 where nothing is known yet."""
+        found = self.note.word.value
+        if not found:
+            return 0
+        tail = VECTOR_BYTES * (found - 1)
+        return self.head_bytes + tail + MARGIN_BYTES + tail // MARGIN_SHARE // VECTOR_BYTES * VECTOR_BYTES
 
     def observe(self, encoded_bytes: int) -> None:
         """Take note of a size and decide what the next steps do."""
@@ -139,31 +136,24 @@ def site_of(site: str, codec: str, plain_bytes: int) -> CodecSite | None:
 
 
 def add_site(
-    site: str,
-    codec: str,
-    plain_bytes: int,
-    assumed_bytes: int,
-    link_efficiency: float,
-    heads_bytes: tuple[int, ...] = (),
-    *,
-    pinned: bool = False,
+    site: str, codec: str, plain_bytes: int, assumed_bytes: int, head_bytes: int = 0, *, pinned: bool = False
 ) -> CodecSite:
-    """Make the site of that name anew. pinned: its notes are written by a device."""
+    """Make the site of that name anew. pinned: its note is written by a device."""
     with _lock:
-        notes = _new_notes(len(heads_bytes), pinned)
-        made = _sites[site] = CodecSite(site, codec, plain_bytes, assumed_bytes, link_efficiency, heads_bytes, notes)
+        made = CodecSite(site, codec, plain_bytes, assumed_bytes, head_bytes, _new_note(pinned))
+        _sites[site] = made
     return made
 
 
-def _new_notes(count: int, pinned: bool) -> Notes:
-    """Fresh words of a board. Boards are never freed: a kernel of a forgotten site may still write there."""
+def _new_note(pinned: bool) -> Note:
+    """A fresh word of a board. Boards are never freed: a kernel of a forgotten site may still write there."""
     boards = _boards[pinned]
-    if not boards or boards[-1].taken + count > boards[-1].words.numel():
-        boards.append(_Board(torch.zeros(max(count, _BOARD_WORDS), dtype=torch.int32, pin_memory=pinned)))
+    if not boards or boards[-1].taken == _BOARD_WORDS:
+        boards.append(_Board(torch.zeros(_BOARD_WORDS, dtype=torch.int32, pin_memory=pinned)))
     board = boards[-1]
     address = board.words.data_ptr() + 4 * board.taken
-    board.taken += count
-    return Notes(address, (ctypes.c_uint32 * count).from_address(address))
+    board.taken += 1
+    return Note(address, ctypes.c_uint32.from_address(address))
 
 
 def site_name(graph_fingerprint: str, storage: str) -> str:

@@ -4,35 +4,38 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 
 from fxhome.runtime.free_space import Block, Fence, latest_fences
 
 
-class Start(NamedTuple):
-    """Where a transfer begins on a CUDA device: the copy stream, which is the current one, and the event after which
-    the device's side may be touched (the copy stream waits for it by itself)."""
-
-    stream: torch.cuda.Stream
-    event: torch.cuda.Event
-
-
 class Contents(Protocol):
-    """How a storage lies in its slot, where that is not byte for byte. Both methods run as copies do: on a copy stream
-    of the storage's device, or (start is None) on the CPU at the moment that the stand-in chooses. They return the
-    stream at whose present end the storage's side is done, where that is not the copy stream."""
+    """How a device buffer is moved to a slot and back, where that is not byte for byte in one copy.
 
-    def write(
-        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
-    ) -> torch.cuda.Stream | None:
-        """Put `storage` into the slot's uint8 tensor."""
+    `write` and `read` run as copies do: on a copy stream, whose raw handle they get, or (stream None) on the CPU at the
+    moment that the stand-in chooses. The other methods run at the call, on the device's current stream, and only
+    `announce` also on the CPU. Addresses are those of the device buffer.
+    """
 
-    def read(
-        self, host: torch.Tensor, storage: torch.UntypedStorage, start: Start | None = None
-    ) -> torch.cuda.Stream | None:
-        """Restore `storage` from the slot's uint8 tensor."""
+    def before_write(self, slot: HostSlot, address: int, device_index: int) -> None:
+        """Queue what must be done before the copy begins."""
+
+    def write(self, slot: HostSlot, address: int, stream: int | None) -> None:
+        """Fill the slot."""
+
+    def before_read(self, slot: HostSlot) -> tuple[int, bool]:
+        """How many bytes the copy back moves, and whether these are known to be all."""
+
+    def read(self, slot: HostSlot, address: int, bound_bytes: int, stream: int | None) -> None:
+        """Move that many bytes back."""
+
+    def after_read(self, slot: HostSlot, address: int, bound_bytes: int, device_index: int) -> None:
+        """Queue, behind a copy that may not have moved all, what fetches the rest from the slot."""
+
+    def announce(self, address: int) -> None:
+        """Note that the buffer at that address will hold this."""
 
 
 @dataclasses.dataclass

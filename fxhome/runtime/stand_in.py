@@ -88,17 +88,11 @@ def _write(slot: HostSlot, source: torch.UntypedStorage) -> None:
     if slot.contents is None:
         ctypes.memmove(slot.block.address, source.data_ptr(), source.nbytes())
     else:
-        slot.contents.write(_host_tensor(slot), source)
+        slot.contents.write(slot, source.data_ptr(), None)
 
 
 def _read(slot: HostSlot, target: torch.UntypedStorage) -> None:
     if slot.contents is None:
         ctypes.memmove(target.data_ptr(), slot.block.address, target.nbytes())
     else:
-        slot.contents.read(_host_tensor(slot), target)
-
-
-def _host_tensor(slot: HostSlot) -> torch.Tensor:
-    """The slot's bytes; a view for the moment, since a tensor kept here would keep the slot alive."""
-    memory = (ctypes.c_uint8 * slot.block.size_bytes).from_address(slot.block.address)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+        slot.contents.read(slot, target.data_ptr(), slot.contents.before_read(slot)[0], None)

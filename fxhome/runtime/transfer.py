@@ -22,7 +22,8 @@ from fxhome.errors import DeviceError
 from fxhome.runtime import stand_in
 from fxhome.runtime.free_space import Fence
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy, Start
+from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy
+from fxhome.runtime.streams import OnStream, current_device, current_stream
 
 _RING_LENGTH = 1024
 
@@ -35,30 +36,30 @@ class _CopyQueue:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.index = device.index
         self.stream = torch.cuda.Stream(device)
-        self.key = (device.index, self.stream.cuda_stream)
+        self.handle = self.stream.cuda_stream
+        self.key = (device.index, self.handle)
         self._lock = threading.Lock()
         self._orders = itertools.count()
         self._ends = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
         self._starts = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
-        self._sides = [torch.cuda.Event() for _ in range(_RING_LENGTH)]
+        self._switch = OnStream(self.stream, device.index)
 
     def copy(self, target: torch.UntypedStorage, source: torch.UntypedStorage, slot: HostSlot) -> torch.cuda.Event:
         """Copy `source` to `target` (equal sizes) after the work queued on the current stream; fence `slot`."""
 
-        def work(_: Start) -> None:
+        def work(_: int) -> None:
             target.copy_(source, True)
 
         return self.run(work, slot)
 
-    def run(self, work: Callable[[Start], torch.cuda.Stream | None], slot: HostSlot) -> torch.cuda.Event:
-        """Queue what `work` launches behind the work queued on the current stream; fence `slot`.
-
-        Whatever touches the slot runs on this queue's stream. `work` may name another one, always the same of this
-        queue, that is done with the device's side. Gives the event that says when the device's side is done.
+    def run(self, work: Callable[[int], None], slot: HostSlot) -> torch.cuda.Event:
+        """Queue what `work` puts on this queue's stream, which is then the current one and whose raw handle it gets,
+        behind the work queued on the caller's stream; fence `slot`. Gives the event that marks the end.
         """
-        current = torch.cuda.current_stream(self.stream.device)
-        with self._lock:  # a stream remembers only one caller's previous stream, and orders must follow the queue
+        current = current_stream(self.index)
+        with self._lock:  # orders must follow the queue, and only one caller at a time makes its stream the current one
             order = next(self._orders)
             start, end = self._starts[order % _RING_LENGTH], self._ends[order % _RING_LENGTH]
             start.record(current)
@@ -66,15 +67,11 @@ class _CopyQueue:
             for fence in slot.fences:
                 if fence.queue != self.key:
                     self.stream.wait_event(fence.event)
-            with self.stream:
-                side = work(Start(self.stream, start))
+            with self._switch:
+                work(self.handle)
             end.record(self.stream)
-            done = end
-            if side is not None:
-                done = self._sides[order % _RING_LENGTH]
-                done.record(side)
         slot.add_fence(Fence(self.key, order, end))
-        return done
+        return end
 
 
 class _CudaLink:
@@ -116,7 +113,8 @@ def swap_out_as(src: torch.Tensor, contents: Contents | None, slot_bytes: int) -
         if contents is None:
             done = queue.copy(host.untyped_storage(), storage, slot)
         else:
-            done = queue.run(functools.partial(contents.write, host, storage), slot)
+            contents.before_write(slot, storage.data_ptr(), queue.index)
+            done = queue.run(functools.partial(contents.write, slot, storage.data_ptr()), slot)
         slot.outgoing = OutgoingCopy(functools.partial(_wait_for, done))
     else:
         slot.outgoing = OutgoingCopy(stand_in.start_out(slot, storage))
@@ -153,25 +151,10 @@ def swap_in(
 
     Raises RuntimeError when the slot's own swap_out was not waited for, or the geometry needs more bytes.
     """
-    return swap_in_as(host, host.numel(), size, stride, storage_offset, dtype, device)
-
-
-def swap_in_as(
-    host: torch.Tensor,
-    storage_bytes: int,
-    size: list[int],
-    stride: list[int],
-    storage_offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
-    """The same for a slot filled by `swap_out_as`: the new storage has `storage_bytes`."""
     _check_device(device, "swap_in")
     if device.type == "cuda" and device.index is None:
-        device = torch.device("cuda", torch.cuda.current_device())
-    _check_geometry(storage_bytes, size, stride, storage_offset, dtype)
-    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=device).untyped_storage()
-    buffer = torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
+        device = torch.device("cuda", current_device())
+    buffer = new_tensor(host.numel(), size, stride, storage_offset, dtype, device)
     if host.numel() == 0:
         return buffer
     slot = _slot(host, "swap_in")
@@ -180,16 +163,27 @@ def swap_in_as(
             "fxhome::swap_in: the swap_out of this host buffer was not waited for; graph rule: swap_in takes the "
             "result of swap_out_wait"
         )
+    storage, contents = buffer.untyped_storage(), slot.contents
+    address = storage.data_ptr()
     if device.type == "cuda":
         queue = _link(device).back
-        if slot.contents is None:
-            done = queue.copy(storage, host.untyped_storage(), slot)
+        stream = current_stream(queue.index)
+        if contents is None:
+            finish: Callable[[], None] = functools.partial(
+                _wait_on_both, queue.copy(storage, host.untyped_storage(), slot), stream
+            )
         else:
-            done = queue.run(functools.partial(slot.contents.read, host, storage), slot)
-        finish: Callable[[], None] = functools.partial(_wait_on_both, done, torch.cuda.current_stream(device))
+            bound_bytes, is_all = contents.before_read(slot)
+            done = queue.run(functools.partial(contents.read, slot, address, bound_bytes), slot)
+            if is_all:
+                finish = functools.partial(_wait_on_both, done, stream)
+            else:
+                finish = functools.partial(_wait_and_complete, done, stream, slot, address, bound_bytes)
     else:
         finish = stand_in.start_in(slot, storage)
-    slot.incoming[storage.data_ptr()] = IncomingCopy(buffer, finish)
+    if contents is not None:
+        contents.announce(address)
+    slot.incoming[address] = IncomingCopy(buffer, finish)
     return buffer
 
 
@@ -207,34 +201,66 @@ def swap_in_wait(dev: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
     return dev
 
 
-def prepare_host_write(slot: HostSlot, device: torch.device) -> None:
-    """Make `device`'s current stream wait until no earlier copy uses the slot: for kernels that write to the host."""
-    stream = torch.cuda.current_stream(device)
+def prepare_host_write(slot: HostSlot, device_index: int) -> None:
+    """Make the device's current stream wait until no earlier copy uses the slot: for kernels that write to the host."""
+    stream = current_stream(device_index)
     for fence in slot.fences:
         stream.wait_event(fence.event)
 
 
-def note_host_use(slot: HostSlot, device: torch.device) -> None:
-    """Guard the slot until the work queued so far on `device`'s current stream is done: for kernels that use it."""
-    stream = torch.cuda.current_stream(device)
+def note_host_use(slot: HostSlot, device_index: int) -> None:
+    """Guard the slot until the work queued so far on the device's current stream is done: for kernels that use it."""
+    stream = current_stream(device_index)
     event = torch.cuda.Event()
     event.record(stream)
-    slot.add_fence(Fence((device.index, stream.cuda_stream), next(_use_orders), event))
+    slot.add_fence(Fence((device_index, stream.cuda_stream), next(_use_orders), event))
 
 
 _use_orders = itertools.count()
 
 
+def new_tensor(
+    storage_bytes: int,
+    size: list[int],
+    stride: list[int],
+    storage_offset: int,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor:
+    """A tensor of that geometry on a new storage of exactly `storage_bytes`."""
+    last = storage_offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
+    needed_bytes = (last + 1) * dtype.itemsize if all(size) else 0
+    if needed_bytes == storage_bytes and storage_offset == 0:
+        return torch.empty_strided(size, stride, dtype=dtype, device=device)
+    if needed_bytes > storage_bytes:  # set_ would silently enlarge a storage that is too small
+        raise RuntimeError(
+            f"fxhome::swap_in: size {size}, stride {stride}, offset {storage_offset}, {dtype} needs {needed_bytes} "
+            f"bytes, the host buffer holds {storage_bytes}; graph rule: swap_in repeats its source's geometry"
+        )
+    storage = torch.empty(storage_bytes, dtype=torch.uint8, device=device).untyped_storage()
+    return torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)
+
+
 def _wait_for(done: torch.cuda.Event, src: torch.Tensor) -> None:
-    torch.cuda.current_stream(src.device).wait_event(done)
+    current_stream(src.get_device()).wait_event(done)
 
 
 def _wait_on_both(done: torch.cuda.Event, allocated_on: torch.cuda.Stream) -> None:
     """The reader's stream waits, and so does the stream that will get the buffer's memory back."""
-    current = torch.cuda.current_stream(allocated_on.device)
+    current = current_stream(allocated_on.device_index)
     current.wait_event(done)
     if current.cuda_stream != allocated_on.cuda_stream:
         allocated_on.wait_event(done)
+
+
+def _wait_and_complete(
+    done: torch.cuda.Event, allocated_on: torch.cuda.Stream, slot: HostSlot, address: int, bound_bytes: int
+) -> None:
+    """The same, and the reader's stream fetches what the copy left out."""
+    _wait_on_both(done, allocated_on)
+    assert slot.contents is not None
+    slot.contents.after_read(slot, address, bound_bytes, allocated_on.device_index)
+    note_host_use(slot, allocated_on.device_index)
 
 
 def _slot(host: torch.Tensor, operator: str) -> HostSlot:
@@ -251,16 +277,3 @@ def _slot(host: torch.Tensor, operator: str) -> HostSlot:
 def _check_device(device: torch.device, operator: str) -> None:
     if device.type not in ("cuda", "cpu"):
         raise DeviceError(f"fxhome::{operator}: got a tensor on {device}; cuda and cpu are supported")
-
-
-def _check_geometry(
-    available_bytes: int, size: list[int], stride: list[int], storage_offset: int, dtype: torch.dtype
-) -> None:
-    """set_ would silently enlarge a storage that is too small."""
-    last = storage_offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
-    needed_bytes = (last + 1) * dtype.itemsize if all(size) else 0
-    if needed_bytes > available_bytes:
-        raise RuntimeError(
-            f"fxhome::swap_in: size {size}, stride {stride}, offset {storage_offset}, {dtype} needs {needed_bytes} "
-            f"bytes, the host buffer holds {available_bytes}; graph rule: swap_in repeats its source's geometry"
-        )

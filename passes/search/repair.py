@@ -66,7 +66,7 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
     swap = prices.link * s.swap_us[stores]
     size = holders.size_bytes.astype(float)
     encode = (g.storage_encode_us + g.storage_decode_us)[stores]
-    squeeze = g.storage_encoded_bytes[stores] / np.maximum(1, g.storage_copy_bytes[stores])
+    squeeze = g.storage_link_bytes[stores] / np.maximum(1, g.storage_copy_bytes[stores])
     again = np.where(holders.rebuilt, np.maximum(cost, g.node_time_us[g.storage_owner[stores]]), cost)
     small = 1e-3
     rows: list[tuple[int, npt.NDArray[np.float64], npt.NDArray[np.float64]]] = [

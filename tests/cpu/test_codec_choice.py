@@ -9,6 +9,7 @@ import torch
 from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from fxhome.cuda_kernels import codec
 from fxhome.passes import codec_choice
 from fxhome.passes.codec_choice import MIN_CODEC_BYTES, choose_codecs, zero_share
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP
@@ -103,6 +104,26 @@ def test_lossy_is_offered_when_asked_for(lossy: bool | str) -> None:
     assert offers(planned(64, lossy=lossy))["convolution_1"] == (name, name)
 
 
+class Scored(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(64, 512)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        scores = self.head(nn.functional.gelu(x * self.head.weight.sum()))
+        return nn.functional.cross_entropy(scores, torch.zeros(len(x), dtype=torch.long))
+
+
+@pytest.mark.parametrize(("lossy", "codec"), [("int4", "int8"), ("int8", "int8"), ("fp8_e4m3", "fp8_e4m3")])
+def test_what_the_backward_exponentiates_takes_no_coarse_codec(lossy: str, codec: str) -> None:
+    compiled, runs = compile_with(Scored(), place(KEEP), lossy=lossy)
+    compiled(torch.randn(512, 64))
+    found = offers(runs[-1])
+
+    assert found["_log_softmax"] == (codec, codec)
+    assert (lossy, lossy) in [both for name, both in found.items() if name != "_log_softmax"]
+
+
 def test_small_storages_are_left_alone() -> None:
     run = planned(64)
 
@@ -148,3 +169,48 @@ def test_missing_kernels_are_announced_once_and_nothing_is_compressed(
 
     assert not any(codec.swap or codec.compress for codec in codecs)
     assert "pip install numba-cuda" in caplog.text
+
+
+def test_a_variable_rate_codec_counts_with_its_worst_case_on_the_device() -> None:
+    run = graph_and_facts()
+    s = [fact.owner for fact in run.facts.storages].index("relu")
+    plain = run.facts.storages[s].copy_bytes
+
+    offer = choose_codecs(run.forward, run.facts, CUDA, {"swap", "compress"})[s]
+
+    assert offer.staged
+    assert offer.compress == ""
+    assert offer.encoded_bytes >= offer.slot_bytes >= plain
+    assert offer.link_bytes < plain
+    assert offer.encode_us > 0 < offer.decode_us
+
+
+@pytest.mark.parametrize("link_bytes_per_s", [5e9, 5e10, 2e11, 1e12])
+def test_what_takes_longer_than_a_plain_copy_is_not_offered(link_bytes_per_s: float) -> None:
+    """Two kernels and two shorter copies against two plain copies; at some speed of the link nothing pays any more."""
+    run = graph_and_facts()
+    profile = dataclasses.replace(CUDA, d2h_bytes_per_s=link_bytes_per_s, h2d_bytes_per_s=link_bytes_per_s)
+
+    offers = choose_codecs(run.forward, run.facts, profile, {"swap", "compress"})
+
+    for fact, offer in zip(run.facts.storages, offers, strict=True):
+        if offer.swap and not offer.compress:
+            spent_us = offer.encode_us + offer.decode_us + 2e6 * offer.link_bytes / link_bytes_per_s
+            assert spent_us < 2e6 * fact.copy_bytes / link_bytes_per_s
+    varying = [offer for offer in offers if offer.swap and not offer.compress]
+    assert bool(varying) == (link_bytes_per_s < 1e11)
+
+
+@pytest.mark.parametrize(("slow", "wanted"), [((), "zvc_exponent"), (("zvc_exponent",), "zvc")])
+def test_the_codec_with_the_shortest_round_trip_is_offered(
+    slow: tuple[str, ...], wanted: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The smaller encoded form is no use where its kernels cost more than it saves on the link."""
+    run = graph_and_facts()
+    rate_share = codec.rate_share
+    monkeypatch.setattr(codec, "rate_share", lambda name, *rest: rate_share(name, *rest) / (100 if name in slow else 1))
+    s = [fact.owner for fact in run.facts.storages].index("relu")
+
+    profile = dataclasses.replace(CUDA, launch_us=0.5)
+
+    assert choose_codecs(run.forward, run.facts, profile, {"swap", "compress"})[s].swap == wanted

@@ -33,6 +33,23 @@ def half_zeros(*size: int) -> torch.Tensor:
     return torch.relu(torch.randn(*size, generator=torch.Generator().manual_seed(0)))
 
 
+CPU = torch.device("cpu")
+
+
+def out(source: torch.Tensor, codec: str, site: str = "site", assumed: int = 100) -> torch.Tensor:
+    """Encode and move to the host; the encoded tensor is gone."""
+    encoded = codec_ops.encode_op(source, source.untyped_storage().nbytes(), codec, assumed, site)
+    host: torch.Tensor = ops.swap_out_wait(codec_ops.swap_out_encoded_op(encoded), encoded)
+    return host
+
+
+def back(host: torch.Tensor, place: tuple[int, list[int], list[int], int, torch.dtype], codec: str) -> torch.Tensor:
+    """Move back and decode."""
+    encoded = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, CPU), host)
+    decoded: torch.Tensor = codec_ops.decode_op(encoded, *place, codec)
+    return decoded
+
+
 SOURCES = [
     ("bitpack", torch.rand(33, 70) > 0.5),
     ("bitpack", (torch.rand(4, 6, 5, 3) > 0.5).to(memory_format=torch.channels_last)),
@@ -59,34 +76,28 @@ def test_variable_rate_codecs_go_to_the_host_and_back(codec: str, timing: CopyTi
     source[0, 0] = float("nan")
     expected, place = bits(source), geometry(source)
     with cpu_stand_in(copy_timing=timing, poison=True):
-        host = codec_ops.swap_out_encoded_op(source, place[0], codec, 100, "site")
-        host = ops.swap_out_wait(host, source)
-        assert bits(source) == b"\xff" * place[0]
-        back = codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu"))
-        assert bits(back) == b"\xff" * place[0]
-        back = ops.swap_in_wait(back, host)
+        encoded = codec_ops.encode_op(source, place[0], codec, 100, "site")
+        host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(encoded), encoded)
+        assert bits(encoded) == b"\xff" * encoded.numel()
+        here = codec_ops.swap_in_encoded_op(host, CPU)
+        assert bits(here) == b"\xff" * encoded.numel()
+        decoded = codec_ops.decode_op(ops.swap_in_wait(here, host), *place, codec)
 
-    assert bits(back) == expected
-    assert back.stride() == source.stride()
+    assert bits(decoded) == expected
+    assert decoded.stride() == source.stride()
 
 
 def test_a_retained_graph_reads_its_slot_twice() -> None:
     source = half_zeros(5000)
-    place = geometry(source)
-    host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(source, place[0], "zvc", 100, "site"), source)
-    first = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
-    second = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
+    host = out(source, "zvc")
 
-    assert torch.equal(first, source)
-    assert torch.equal(second, source)
+    assert torch.equal(back(host, geometry(source), "zvc"), source)
+    assert torch.equal(back(host, geometry(source), "zvc"), source)
 
 
 def step(source: torch.Tensor, site: str = "site") -> torch.Tensor:
     """Out and back once."""
-    place = geometry(source)
-    host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(source, place[0], "zvc", place[0] // 2, site), source)
-    back: torch.Tensor = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
-    return back
+    return back(out(source, "zvc", site, source.untyped_storage().nbytes() // 2), geometry(source), "zvc")
 
 
 def test_the_size_is_seen_and_reported() -> None:
@@ -120,17 +131,21 @@ def test_dense_data_is_copied_plainly_from_the_next_step_on_and_tried_again_late
 def test_a_change_of_mind_between_the_directions_is_harmless() -> None:
     """The slot knows what it holds: two steps may overlap."""
     dense = torch.ones(1 << 14)
-    place = geometry(dense)
-    hosts = []
-    for _ in range(2):
-        host = codec_ops.swap_out_encoded_op(dense, place[0], "zvc", 100, "site")
-        hosts.append(ops.swap_out_wait(host, dense))
-        site = codec_sites.site_of("site", "zvc", place[0])
-        assert site is not None
-        site.is_encoding = False
+    hosts = [out(dense, "zvc")]
+    site = codec_sites.site_of("site", "zvc", dense.untyped_storage().nbytes())
+    assert site is not None
+    site.is_encoding = False
+    site.note.word.value = 0
+    hosts.append(out(dense, "zvc"))
+    assert bits(hosts[1])[: 4 << 14] == bits(dense)
+    assert bits(hosts[0])[: 4 << 14] != bits(dense)
     for host in hosts:
-        back = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, *place, torch.device("cpu")), host)
-        assert torch.equal(back, dense)
+        assert torch.equal(back(host, geometry(dense), "zvc"), dense)
+
+
+def test_only_an_encoded_tensor_is_moved_as_one() -> None:
+    with pytest.raises(RuntimeError, match="does not come from an encode"):
+        codec_ops.swap_out_encoded_op(torch.zeros(100, dtype=torch.uint8))
 
 
 def test_slots_are_large_enough_for_the_worst_case_and_come_back() -> None:
@@ -151,18 +166,18 @@ def test_fakes_have_the_real_sizes() -> None:
     source = half_zeros(100, 130)
     size_bytes = source.untyped_storage().nbytes()
     encoded = codec_ops.encode_op(source, size_bytes, "int8")
-    host = codec_ops.swap_out_encoded_op(source, size_bytes, "zvc", 1, "site")
+    host = out(source, "zvc")
     with FakeTensorMode(allow_non_fake_inputs=True):
         fake = torch.empty(100, 130)
         fake_encoded = codec_ops.encode_op(fake, size_bytes, "int8")
-        fake_host = codec_ops.swap_out_encoded_op(fake, size_bytes, "zvc", 1, "site")
-        back = codec_ops.decode_op(fake_encoded, *geometry(source), "int8")
-        here = codec_ops.swap_in_encoded_op(fake_host, *geometry(source), torch.device("cpu"))
+        fake_host = codec_ops.swap_out_encoded_op(codec_ops.encode_op(fake, size_bytes, "zvc", 1, "site"))
+        decoded = codec_ops.decode_op(fake_encoded, *geometry(source), "int8")
+        here = codec_ops.decode_op(codec_ops.swap_in_encoded_op(fake_host, CPU), *geometry(source), "zvc")
 
     assert fake_encoded.shape == encoded.shape
     assert fake_host.shape == host.shape
-    assert back.shape == here.shape == source.shape
-    assert back.untyped_storage().nbytes() == here.untyped_storage().nbytes() == size_bytes
+    assert decoded.shape == here.shape == source.shape
+    assert decoded.untyped_storage().nbytes() == here.untyped_storage().nbytes() == size_bytes
 
 
 def test_inductor_keeps_layouts_and_values() -> None:
@@ -172,9 +187,10 @@ def test_inductor_keeps_layouts_and_values() -> None:
         mask = (x.permute(1, 0) > 0).clone(memory_format=torch.contiguous_format).permute(1, 0)
         encoded = codec_ops.encode_op(mask, 5000, "bitpack")
         values = torch.relu(x) + 0.0
-        host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(values, 20_000, "zvc", 100, "inductor"), values)
-        back = codec_ops.swap_in_encoded_op(host, 20_000, [50, 100], [100, 1], 0, torch.float32, torch.device("cpu"))
-        back = ops.swap_in_wait(back, host)
+        packed = codec_ops.encode_op(values, 20_000, "zvc", 100, "inductor")
+        host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(packed), packed)
+        packed = ops.swap_in_wait(codec_ops.swap_in_encoded_op(host, CPU), host)
+        back = codec_ops.decode_op(packed, 20_000, [50, 100], [100, 1], 0, torch.float32, "zvc")
         decoded = codec_ops.decode_op(encoded, 5000, [50, 100], [1, 50], 0, torch.bool, "bitpack")
         return torch.where(decoded, back * 2, back - 1), decoded
 

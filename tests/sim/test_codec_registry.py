@@ -47,7 +47,7 @@ for name in codec_names():
     encoded = torch.zeros(codec.worst_case_bytes(100, source.dtype), dtype=torch.uint8)
     codec.encode(source, encoded)
     codec.decode(encoded, source)
-    codec.kernel_seconds(1 << 20, source.dtype, 4e12)
+    codec.kernel_seconds("encode", 1 << 20, source.dtype, 4e12, 1 << 20)
 assert not [module for module in sys.modules if module.split(".")[0] in ("numba", "numba_cuda", "llvmlite")]
 assert not torch.cuda.is_initialized()
 """
