@@ -71,7 +71,10 @@ def parser() -> argparse.ArgumentParser:
     plan.set_defaults(command=cli_commands.plan)
     _add_model_arguments(plan)
     plan.add_argument("--device", metavar="D", help="cpu, cuda or a profile.json written by `fxhome profile`")
-    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan here")
+    plan.add_argument("-o", "--output", metavar="FILE", help="write the plan (with --sweep: the front, as JSON) here")
+    plan.add_argument("--sweep", action="store_true", help="search many budgets and show peak against step time")
+    plan.add_argument("--budgets", nargs="+", metavar="B", help="with --sweep: which ones, such as 80%% 60%% 8GiB")
+    plan.add_argument("--plot", metavar="FILE", help="with --sweep: draw the front here (needs matplotlib)")
     _add_output_arguments(plan)
 
     show = commands.add_parser("show", help="show a plan file")

@@ -115,6 +115,15 @@ def cached_profile(device: torch.device | str) -> DeviceProfile:
     return _measured[key]
 
 
+def allocatable_bytes(device: torch.device) -> int:
+    """Bytes that this process could still take on a CUDA device: what is free, cached, and under its own cap."""
+    free, total = torch.cuda.mem_get_info(device)
+    allocated = torch.cuda.memory_allocated(device)
+    cached = torch.cuda.memory_reserved(device) - allocated
+    capped = int(total * torch.cuda.get_per_process_memory_fraction(device)) - allocated
+    return max(0, min(free + cached, capped))
+
+
 @contextlib.contextmanager
 def measuring_turn(device: torch.device) -> Iterator[None]:
     """Wait until no other process of this user measures `device`, and keep the others waiting meanwhile.

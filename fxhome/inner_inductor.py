@@ -3,7 +3,7 @@
     trace 1   AOTAutograd up to the partition -> a plan, nothing lowered
     trace 2   stock Inductor where the baseline fits; else the planned graphs, lowered with their transfers pinned
     check     both graphs' peaks, from the scheduler, before anything runs; too high: plan again with the difference
-              as margin, at most twice, then refuse
+              as margin, then the smallest plan that is known, then refuse, naming what that one needs
 
 Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
 """
@@ -13,15 +13,17 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
+from fxhome.errors import InfeasibleBudgetError
 from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
-from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
+from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_dynamo_module
@@ -30,6 +32,8 @@ from fxhome.units import format_bytes
 log = logging.getLogger("fxhome")
 
 MAX_REPLANS = 2
+# The figure must still do when it is asked for, with whatever else the process holds by then.
+MINIMUM_SLACK_BYTES = 4 << 20
 
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
 
@@ -42,8 +46,19 @@ def compile_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
 ) -> Variant:
     """Plan, lower and check one Dynamo graph. Raises what planning raises."""
+    first = situation
     for attempt in range(MAX_REPLANS + 1):
-        planned = _plan_only(gm, example_inputs, plan_step, situation)
+        if attempt == MAX_REPLANS:
+            # Nothing faster fits once lowered: the smallest plan does, if the budget can be met at all.
+            situation = replace(first, smallest=True, settled_bytes=situation.settled_bytes)
+        try:
+            planned = _plan_only(gm, example_inputs, plan_step, situation)
+        except InfeasibleBudgetError as refusal:
+            if attempt == 0:
+                raise _with_lowered_minimum(refusal, gm, example_inputs, plan_step, situation) from None
+            # With the margin that an earlier lowering asked for nothing fits by the model: only the smallest is left.
+            situation = replace(first, smallest=True, settled_bytes=situation.settled_bytes)
+            planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
         call: Callable[..., Any] | None
@@ -57,16 +72,72 @@ def compile_inductor(
         if call is not None and (over <= 0 or planned.is_best_effort):
             return Variant(call, situation, planned, planned.plan)
         log.warning(
-            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: planning again with "
-            "that margin",
+            "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: %s",
             format_bytes(predicted),
             format_bytes(over),
+            "nothing smaller is known" if situation.smallest else "planning again with that margin",
         )
-        if attempt < MAX_REPLANS:
-            more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
-            situation = with_lowering(situation, more)
+        if situation.smallest:
+            break
+        more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
+        situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
-    raise planned.refuse(predicted)
+    raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))
+
+
+def _with_lowered_minimum(
+    refusal: InfeasibleBudgetError,
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    plan_step: PlanStep,
+    situation: Situation,
+) -> InfeasibleBudgetError:
+    """The same refusal, naming what the smallest plan needs once lowered where that is more than the model says."""
+    if refusal.minimum_bytes is None or refusal.budget_bytes is None:
+        return refusal
+    settled = replace(situation, settled_bytes=refusal.budget_bytes)
+    lowered = _lowered_minimum(gm, example_inputs, plan_step, settled)
+    if lowered <= refusal.minimum_bytes:
+        return refusal
+    text = str(refusal).replace(format_bytes(refusal.minimum_bytes), format_bytes(lowered))
+    return InfeasibleBudgetError(
+        text.replace(str(refusal.minimum_bytes), str(lowered)),
+        minimum_bytes=lowered,
+        budget_bytes=refusal.budget_bytes,
+        holders=refusal.holders,
+    )
+
+
+def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> int:
+    """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way; nothing is compiled."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
+    planned = _plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True))
+    assert planned is not None, "what was refused has a backward"
+    check = ScheduleCheck(
+        planned.plan.program, planned.workspace_by_node, 0, 0, stops_over_limit=False, only_measures=True
+    )
+
+    def measure(graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:
+        with contextlib.suppress(MeasuredError):
+            compile_fx_inner(graph, inputs, **settings)
+        if check.backward is not None:
+            raise _DecidedError
+        return _never_run
+
+    patches = _patches(planned) | {"fx_graph_cache": False}
+    with contextlib.suppress(_DecidedError):
+        _lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
+    predicted = _checked_peak(planned, check, situation)
+    assert predicted is not None, "without a cache the scheduler runs"
+    return predicted + situation.error_bound_bytes + MINIMUM_SLACK_BYTES
+
+
+def _never_run(_: list[Any]) -> Any:
+    raise AssertionError("a graph that was only measured is not run")
+
+
+_never_run._boxed_call = True  # type: ignore[attr-defined]
 
 
 def _lower_and_check(
@@ -143,6 +214,7 @@ def _lower(
     planned: Planned | None,
     check: ScheduleCheck | None,
     patches: dict[str, Any],
+    **extra: Any,
 ) -> Callable[..., Any]:
     if planned is not None and not planned.is_baseline:
 
@@ -166,7 +238,7 @@ def _lower(
     planned_here = planned is not None and not planned.is_baseline
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
         with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():
-            return _compile_fx(gm, example_inputs, patches)
+            return _compile_fx(gm, example_inputs, patches, **extra)
 
 
 def _compile_fx(

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from fxhome.device import allocatable_bytes
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 
@@ -139,11 +140,7 @@ def held_bytes(device: torch.device) -> int:
 def free_bytes(device: torch.device) -> int:
     """Bytes that this process could still take on `device`, its allocator's cached blocks included."""
     if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        fraction = torch.cuda.get_per_process_memory_fraction(device)
-        capped = int(total * fraction) - torch.cuda.memory_allocated(device)
-        return max(0, min(free + cached, capped))
+        return allocatable_bytes(device)
     from fxhome.runtime.host_memory import read_host_limits
 
     return read_host_limits().available_bytes

@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,6 +28,7 @@ from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
+from fxhome.passes.torch_compat import frugal_benchmarks
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
@@ -80,6 +81,14 @@ class Session:
         self.forward_seconds = 0.0
         self.backward_started = 0.0
         self.done = False
+        self.benchmarks = ExitStack()
+
+    def with_frugal_benchmarks(self) -> ExitStack:
+        """In the metered step of generated kernels: trying them out must not take memory that no plan knows of."""
+        plan = self.variant.plan
+        if self.metered and plan is not None and plan.inner == "inductor":
+            self.benchmarks.enter_context(frugal_benchmarks())
+        return self.benchmarks
 
     def metering(self) -> AbstractContextManager[object]:
         """Around the execution of one graph."""
@@ -178,7 +187,8 @@ class ManagedGraph:
         self.current = session
         begin = time.perf_counter()
         try:
-            outputs = variant.call(*args)
+            with session.with_frugal_benchmarks():
+                outputs = variant.call(*args)
         finally:
             self.current = None
         session.forward_seconds = time.perf_counter() - begin
@@ -282,6 +292,7 @@ class ManagedGraph:
 
     def _enter_backward(self, session: Session) -> None:
         self.current = session
+        session.with_frugal_benchmarks()
         session.backward_started = time.perf_counter()
         if session.metered and not session.done:
             if self.device.type == "cuda":
@@ -292,6 +303,7 @@ class ManagedGraph:
 
     def _leave_backward(self, session: Session) -> None:
         self.current = None
+        session.benchmarks.close()
         if session.done:
             return
         session.done = True

@@ -23,7 +23,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from fxhome.device import DeviceProfile, cache_directory, measuring_turn
+from fxhome.device import DeviceProfile, allocatable_bytes, cache_directory, measuring_turn
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
 from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources
@@ -212,6 +212,10 @@ def _measure_missing(wanted: dict[str, fx.Node], cache: TimingCache, device_type
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
     with measuring_turn(device), outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
         for signature, node in missing.items():
+            if device.type == "cuda" and 2 * example_bytes(node) > allocatable_bytes(device):
+                log.info("'%s' (%s) was not timed: too little memory is left", node.name, node.target)
+                advance()
+                continue
             try:
                 cache.entries[signature] = time_op(node, device)
             except (RuntimeError, NotImplementedError) as error:

@@ -52,6 +52,7 @@ _POINTWISE_NAMES = frozenset(
         "aten::_unsafe_index",
         "prims::inductor_random",
         "prims::inductor_lookup_seed",
+        "prims::_low_memory_max_pool_offsets_to_indices",
     }
 )
 _REDUCTION_NAMES = frozenset(
@@ -94,14 +95,9 @@ _LIBRARY_NAMES = frozenset(
     }
 )
 """Operators that Inductor lowers to calls of a library, although it has a lowering for them."""
-_INLINING_LOOPS = frozenset(
-    {
-        "aten::cat",
-        "aten::max_pool2d_with_indices_backward",
-        "aten::upsample_nearest2d_backward",
-        "prims::_low_memory_max_pool_offsets_to_indices",
-    }
-)
+_WINDOW_LOOPS = frozenset({"aten::max_pool2d_with_indices_backward", "aten::upsample_nearest2d_backward"})
+"""Loops over windows: their inputs may be computed inside them, and they inside a pointwise reader."""
+_INLINING_LOOPS = _WINDOW_LOOPS | {"aten::cat"}
 """Loops whose inputs may be computed inside them. What only a concatenation reads is written into its result."""
 _CLONING_LOOPS = frozenset(
     {
@@ -173,7 +169,8 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
             operators[node] = max((operators[source] for source in inputs), default=0)
             continue
         count = 1 + sum(operators[source] for source in set(inputs))
-        if is_pointwise(node) and _stays_inside(node, readers[node], read, count):
+        inlined = is_pointwise(node) or operator_name(node) in _WINDOW_LOOPS
+        if inlined and _stays_inside(node, readers[node], read, count):
             virtual.add(node)
             sources[node] = read
             operators[node] = count

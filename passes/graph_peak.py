@@ -5,6 +5,7 @@ what the forward returns lives on; what the backward was given is dropped after 
 a new instance although it shares its recorded value with the first one.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -37,10 +38,18 @@ class GraphPeak:
 
 
 def graph_peak(
-    forward: GraphModule, backward: GraphModule, num_fwd_outputs: int, device_type: str, planned_for: str
+    forward: GraphModule,
+    backward: GraphModule,
+    num_fwd_outputs: int,
+    device_type: str,
+    planned_for: str,
+    workspace: Mapping[str, int],
 ) -> GraphPeak:
-    """Walk both graphs; exact where each node is run as it stands and values are dropped after their last use."""
-    first = _Walk(forward.graph, device_type, planned_for)
+    """Walk both graphs; exact where each node is run as it stands and values are dropped after their last use.
+
+    workspace: bytes that an operator takes besides its results while it runs, by node name.
+    """
+    first = _Walk(forward.graph, device_type, planned_for, workspace)
     for node in forward.graph.nodes:
         if node.op == "placeholder":
             first.give(node, count=False)
@@ -53,7 +62,7 @@ def graph_peak(
             visible |= set(first.instances[node].values())
     held = outputs = sum(first.sizes[i] for i in visible)
 
-    second = _Walk(backward.graph, device_type, planned_for)
+    second = _Walk(backward.graph, device_type, planned_for, workspace)
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved = returned[num_fwd_outputs:]
     shared: dict[Instance, Instance] = {}
@@ -94,10 +103,11 @@ def _storages(node: fx.Node, device_type: str, planned_for: str) -> list[tuple[i
 class _Walk:
     """One graph: which storage instance every node's value lives in, and how many bytes are alive when."""
 
-    def __init__(self, graph: fx.Graph, device_type: str, planned_for: str) -> None:
+    def __init__(self, graph: fx.Graph, device_type: str, planned_for: str, workspace: Mapping[str, int]) -> None:
         self.nodes = list(graph.nodes)
         self.device_type = device_type
         self.planned_for = planned_for
+        self.workspace = workspace
         self.instances: dict[fx.Node, dict[int, Instance]] = {}
         self.sizes: list[int] = []
         self.born: list[int] = []
@@ -138,7 +148,7 @@ class _Walk:
         running = 0
         for position in range(end + 1):
             running += change[position]
-            self.peak = max(self.peak, running)
+            self.peak = max(self.peak, running + self.workspace.get(self.nodes[position].name, 0))
         self.alive = running
 
     def _define(self, node: fx.Node, position: int) -> dict[int, Instance]:

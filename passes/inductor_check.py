@@ -9,12 +9,13 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import lowered_buffers
+from fxhome.passes import lowered_buffers, unfuse
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
 
+MAX_SPLITS = 100
 MAX_MOVES = 1000
 """Copies moved away from worst moments per graph, at most."""
 _RANKS = {
@@ -47,6 +48,10 @@ class OverLimitError(BaseException):
         self.is_backward = is_backward
 
 
+class MeasuredError(BaseException):
+    """Ends a lowering that was only to be measured."""
+
+
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
     """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
     them.
@@ -58,10 +63,17 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         workspace: Mapping[str, int],
         forward_limit_bytes: int | None = None,
         backward_limit_bytes: int | None = None,
+        *,
+        stops_over_limit: bool = True,
+        only_measures: bool = False,
     ) -> None:
-        """The limits: what each graph may hold above what is resident; over it, OverLimitError. None: only measure."""
+        """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
+        `stops_over_limit` is False). None: no limit. only_measures: every lowering ends here, by MeasuredError.
+        """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
+        self.stops_over_limit = stops_over_limit
+        self.only_measures = only_measures
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
@@ -75,24 +87,28 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
             nodes = place_transfers(nodes)
-            if limit is not None:
-                nodes = relieve(nodes, buffers, limit)
+        if limit is not None:
+            nodes, buffers = fit(nodes, buffers, limit)
         peak = buffers.peak(nodes)
-        if limit is not None and peak.peak_bytes > limit:
+        if limit is not None and peak.peak_bytes > limit and self.stops_over_limit:
             raise OverLimitError(peak, V.graph.is_backward)
         if V.graph.is_backward:
             self.backward = peak
         else:
             self.forward = peak
         self.order = [_label(node) for node in nodes]
+        if self.only_measures:
+            raise MeasuredError
         return nodes
 
     def uuid(self) -> Any:
-        """Its source alone: what differs between plans is in the graphs already."""
-        return custom_graph_pass.get_hash_for_files((__file__, lowered_buffers.__file__))
+        """Its source and its limits: what else differs between plans is in the graphs already."""
+        return custom_graph_pass.get_hash_for_files(
+            (__file__, lowered_buffers.__file__, unfuse.__file__), str(self.limits)
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """In a pickled cache key it stands for its source."""
+        """In a pickled cache key it stands for its source and limits."""
         return str, (self.uuid().hex(),)
 
 
@@ -216,6 +232,23 @@ def _respect_dependencies(wanted: list[Any], nodes: list[Any], followers: dict[A
     for node in nodes:
         visit(node)
     return list(done)
+
+
+def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
+    """Bring the peak under `limit_bytes`: copies make way, then kernels fused across the worst moment come apart."""
+    nodes = relieve(nodes, buffers, limit_bytes)
+    for _ in range(MAX_SPLITS):
+        curve, _ = buffers.curve(nodes)
+        worst = max(range(len(curve)), key=curve.__getitem__, default=0)
+        if not curve or curve[worst] <= limit_bytes:
+            break
+        split = unfuse.come_apart(nodes, worst)
+        if split is None:
+            break
+        nodes = _respect_dependencies(split, split, _unpackers(split))
+        buffers = LoweredBuffers(nodes, buffers.workspace_by_name)
+        nodes = relieve(nodes, buffers, limit_bytes)
+    return nodes, buffers
 
 
 def relieve(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:

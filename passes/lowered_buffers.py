@@ -18,6 +18,8 @@ from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
 from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
+_HELD_ANYWAY = ("primals_", "tangents_", "arg", "fwd_rng_state", "bwd_rng_state")
+"""Inputs that the caller holds, as torch names them: they are not this graph's."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ class LoweredBuffers:
     """
 
     def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
+        self.workspace_by_name = workspace
         self.buffers = _collect(list(nodes))
         self.workspace = {node: size for node in nodes if (size := _workspace_of(node, workspace))}
 
@@ -103,7 +106,7 @@ def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
     found: dict[str, LoweredBuffer] = {}
     for buffer in _input_buffers(inputs, graph, main):
         found[buffer.name] = buffer
-        buffer.is_output = buffer.name in outputs
+        buffer.is_output = buffer.is_output or buffer.name in outputs
     aliases: list[tuple[str, LoweredBuffer]] = []
     maker_of = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
     for node in nodes:
@@ -135,19 +138,20 @@ def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[Low
     """One buffer per storage among the inputs that the graph may free: views of one storage free it together."""
     values = {str(node.target): node.meta.get("val") for node in graph.orig_gm.graph.nodes if node.op == "placeholder"}
     by_storage: dict[object, LoweredBuffer] = {}
-    for name, freeable in inputs.items():
+    # What nothing reads (an operator that wants no more than its shape) is never dropped: it is there to the end.
+    unread = [name for name in values if name not in inputs and not name.startswith(_HELD_ANYWAY)]
+    for name in (*inputs, *unread):
         if _device_of(name, graph) != main or _is_host(name, graph):
             continue
         value = values.get(name)
         key: object = name
-        size = freeable.mpi_buffer.size_free
+        size = inputs[name].mpi_buffer.size_free if name in inputs else 0
         if isinstance(value, torch.Tensor) and (known := storage_key(value)) is not None:
             key, size = known, storage_nbytes(value)
-        readers = set(freeable.mpi_buffer.succ_nodes)
-        if key in by_storage:
-            by_storage[key].readers |= readers
-        else:
-            by_storage[key] = LoweredBuffer(name, allocated_bytes(size, main), None, readers, False)
+        readers = set(inputs[name].mpi_buffer.succ_nodes) if name in inputs else set()
+        buffer = by_storage.setdefault(key, LoweredBuffer(name, allocated_bytes(size, main), None, set(), False))
+        buffer.readers |= readers
+        buffer.is_output = buffer.is_output or name not in inputs
     return list(by_storage.values())
 
 

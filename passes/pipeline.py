@@ -35,6 +35,7 @@ from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
+from fxhome.passes.torch_compat import optimizes_layout
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
@@ -69,6 +70,8 @@ class Situation:
     """
     leave_room: bool = False
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
+    smallest: bool = False
+    """Do not search: the smallest plan that is known, whatever it costs and whether or not it fits."""
     settled_bytes: int | None = None
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     observed_bytes: tuple[tuple[str, int], ...] = ()
@@ -202,7 +205,14 @@ def plan_graph(
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
-    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
+    replay = find_replay(replays, facts)
+    # A tensor that moves keeps the layout it was traced with: where Inductor would choose another for convolutions,
+    # what can be met without moving anything is.
+    allow: Collection[str] = options.allow
+    stays = fusing and facts.planned_for == "cuda" and replay is None and not situation.smallest
+    if stays and "recompute" in allow and optimizes_layout(work):
+        allow = {"recompute"}
+    codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -210,7 +220,7 @@ def plan_graph(
             facts,
             costs,
             link_of(profile),
-            options.allow,
+            allow,
             codecs=codecs,
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
@@ -221,11 +231,10 @@ def plan_graph(
     between_bytes = max(0, situation.between_bytes - tangent_bytes)
     problem = assemble(between_bytes)
     alone = assemble(0) if between_bytes else problem
-    replay = find_replay(replays, facts)
     fixed = resident + situation.error_bound_bytes + situation.lowering_bytes
-    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for)
     workspace = max(costs.workspace_bytes, default=0)
     by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
+    stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
     stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
     if fusing:
@@ -236,11 +245,16 @@ def plan_graph(
             stock_peak.forward_bytes,
             stock_peak.backward_bytes + situation.outside_bytes,
             stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
-        ) + (workspace if facts.planned_for == "cuda" else 0)
+        )
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
 
+    if len(allow) < len(options.allow) and minimum_peak(problem, options.seed)[0] > budget - fixed:
+        allow = options.allow
+        codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
+        problem = assemble(between_bytes)
+        alone = assemble(0) if between_bytes else problem
     if situation.leave_room:
         problem = _saving_least(problem, assemble, budget - fixed)
 
@@ -276,7 +290,7 @@ def plan_graph(
         )
 
     stale = overwritten_saved(stock[0], num_fwd_outputs)
-    fits = baseline_bytes <= budget and not situation.leave_room
+    fits = baseline_bytes <= budget and not situation.leave_room and not situation.smallest
     if replay is None and fits and options.policy == "pso" and not stale:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
         plan = finish(stock_run, stock_placement, resident + stock_bytes, stats, 0.0, ())
@@ -303,7 +317,11 @@ def plan_graph(
     else:
         placement, result, stats, gap = runner.run(
             "search",
-            lambda: _search(problem, facts, options, budget, fixed, stock_placement, resident, classes),
+            lambda: (
+                _smallest(problem, options, budget, fixed)
+                if situation.smallest
+                else _search(problem, facts, options, budget, fixed, stock_placement, resident, classes)
+            ),
         )
         notes: tuple[str, ...] = (
             () if result.peak_bytes + fixed <= budget else (f"best effort: {format_bytes(budget)} cannot be met",)
@@ -332,7 +350,7 @@ def plan_graph(
         verify_transfers(forward, backward)
         verify_codecs(forward, backward)
     written = runner.run(
-        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for)
+        "check", lambda: graph_peak(forward, backward, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
     )
     short = plan.predicted_peak_bytes > plan.budget_bytes
     return Planned(
@@ -369,6 +387,17 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
         margin = max(free_bytes // 50, 1 << 20)
         return resident_bytes + free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
     return budget.resolve(baseline_bytes), str(budget)
+
+
+def _smallest(
+    problem: Problem, options: Options, budget: int, fixed: int
+) -> tuple[Placements, SimResult, SearchStats, float | None]:
+    """The smallest plan that is known, with its copies scheduled for the budget or, over it, for its own peak."""
+    begin = time.perf_counter()
+    peak, placement = minimum_peak(problem, options.seed)
+    result = simulate(problem, placement, max(peak, budget - fixed))
+    stats = SearchStats("smallest", options.seed, 0, time.perf_counter() - begin, "nothing faster fits once lowered")
+    return placement, result, stats, None
 
 
 def _search(
@@ -466,6 +495,9 @@ def rewrite(
     return insert_transfers(*graphs, program, num_fwd_outputs, named)
 
 
-def with_lowering(situation: Situation, missed_bytes: int) -> Situation:
-    """The same situation after lowering needed `missed_bytes` more than the model said."""
-    return replace(situation, lowering_bytes=max(situation.lowering_bytes, missed_bytes))
+def with_lowering(situation: Situation, missed_bytes: int, budget_bytes: int) -> Situation:
+    """The same situation after lowering needed `missed_bytes` more than the model said; the budget stays what it was,
+    also where it was a share of the baseline.
+    """
+    lowering_bytes = max(situation.lowering_bytes, missed_bytes)
+    return replace(situation, lowering_bytes=lowering_bytes, settled_bytes=budget_bytes)

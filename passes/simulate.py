@@ -144,86 +144,6 @@ class SimResult:
         return found
 
 
-def _run(problem: Problem, placement: Placements, budget: int, synchronous: bool) -> SimResult:
-    g = problem.arrays
-    storages = problem.num_storages
-    capacity = 4 * g.node_phase.shape[0] + 64
-    while True:
-        program = np.empty(capacity, np.int32)
-        recomputed = np.empty(capacity, np.int8)
-        saved = np.zeros(storages, np.int8)
-        forward, total = kernels.build(g, placement, program, recomputed, saved)
-        if total >= 0:
-            break
-        capacity *= 4
-    curve = np.zeros(total + 2, np.int64)
-    produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in = (
-        np.empty(storages, np.int32) for _ in range(8)
-    )
-    kernels.liveness(
-        g,
-        placement,
-        saved,
-        program,
-        forward,
-        total,
-        curve,
-        produced,
-        last_forward,
-        first_backward,
-        last_backward,
-        -1,
-        saved,
-    )
-    places = (produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in)
-    if synchronous:
-        copies.layer_transfers(g, placement, saved, forward, total, curve, *places)
-    else:
-        copies.transfers(g, placement, saved, program, forward, total, problem.link, budget, curve, *places)
-    start_us = np.zeros(total + 1, np.float64)
-    step, stall, out_busy, in_busy = copies.timeline(
-        g,
-        placement,
-        saved,
-        program,
-        forward,
-        total,
-        problem.link,
-        issue_out,
-        wait_out,
-        issue_in,
-        wait_in,
-        start_us,
-    )
-    start_us[total] = step
-    position = int(np.argmax(curve[: total + 1]))
-    swapped = (saved == 1) & ((placement == SWAP) | (placement == COMPRESS_SWAP))
-    return SimResult(
-        peak_bytes=int(curve[position]),
-        peak_position=position,
-        step_us=float(step),
-        stall_us=float(stall),
-        d2h_busy_us=float(out_busy),
-        h2d_busy_us=float(in_busy),
-        host_bytes=int(np.where(placement == SWAP, g.storage_copy_bytes, g.storage_slot_bytes)[swapped].sum()),
-        program=program[:total],
-        recomputed=recomputed[:total],
-        forward_length=int(forward),
-        saved=saved,
-        produced=produced,
-        last_forward=last_forward,
-        first_backward=first_backward,
-        last_backward=last_backward,
-        issue_out=issue_out,
-        wait_out=wait_out,
-        issue_in=issue_in,
-        wait_in=wait_in,
-        curve=curve[: total + 1],
-        start_us=start_us,
-        arrays=g,
-    )
-
-
 def simulate(problem: Problem, placement: Placements, budget: int, *, synchronous: bool = False) -> SimResult:
     """Build and run the program of `placement` under `budget` bytes for graph storages.
 
@@ -234,13 +154,43 @@ def simulate(problem: Problem, placement: Placements, budget: int, *, synchronou
     rows = np.arange(problem.num_storages)
     assert problem.allowed[rows, placement].all(), "a placement that the facts do not allow"
     assert not synchronous or not np.isin(placement, (COMPRESS, COMPRESS_SWAP)).any(), "vDNN encodes nothing"
-    return _run(problem, placement, budget, synchronous)
+    g = problem.arrays
+    program, recomputed, forward, saved, at, curve, start_us, times, sizes = copies.run_program(
+        g, problem.link, placement, budget, synchronous
+    )
+    produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in = at
+    step, stall, out_busy, in_busy = times.tolist()
+    peak, position, host = sizes.tolist()
+    return SimResult(
+        peak_bytes=peak,
+        peak_position=position,
+        step_us=step,
+        stall_us=stall,
+        d2h_busy_us=out_busy,
+        h2d_busy_us=in_busy,
+        host_bytes=host,
+        program=program,
+        recomputed=recomputed,
+        forward_length=int(forward[0]),
+        saved=saved,
+        produced=produced,
+        last_forward=last_forward,
+        first_backward=first_backward,
+        last_backward=last_backward,
+        issue_out=issue_out,
+        wait_out=wait_out,
+        issue_in=issue_in,
+        wait_in=wait_in,
+        curve=curve,
+        start_us=start_us,
+        arrays=g,
+    )
 
 
 def evaluate(problem: Problem, placement: Placements, budget: int) -> tuple[int, float]:
     """(peak bytes, step us) of `placement` under `budget`; the same figures as `simulate`, with nothing kept."""
-    result = _run(problem, placement, budget, False)
-    return result.peak_bytes, result.step_us
+    peak, step = copies.peak_and_step(problem.arrays, problem.link, np.ascontiguousarray(placement, np.int8), budget)
+    return int(peak), float(step)
 
 
 def holders(problem: Problem, placement: Placements, result: SimResult) -> list[tuple[int, int]]:

@@ -1,7 +1,8 @@
 """The Numba kernels behind `simulate`, second part: where copies stand, and what time everything takes.
 
 `transfers` places copies as we run them, `layer_transfers` as vDNN does (each beside one layer, waited for at its end);
-`timeline` runs either on three engines. Conventions are those of `simulate_kernels`. Of each moved storage s:
+`timeline` runs either on three engines. `run_program` and `peak_and_step` are all four steps in one call, outside
+Python's lock. Conventions are those of `simulate_kernels`. Of each moved storage s:
 
     issue_out[s]   its copy to the host is started right before this instruction
     wait_out[s]    ... and waited for right before this one, when its source is released
@@ -12,7 +13,15 @@
 import numpy as np
 from numba import njit
 
-from fxhome.passes.simulate_kernels import COMPRESS, SWAP, encoded_mask, instruction_times, is_moved
+from fxhome.passes.simulate_kernels import (
+    COMPRESS,
+    SWAP,
+    build,
+    encoded_mask,
+    instruction_times,
+    is_moved,
+    liveness,
+)
 
 
 @njit(cache=True)
@@ -89,34 +98,25 @@ def transfers(  # type: ignore[no-untyped-def]
     queue = np.empty(count, np.int32)
     place = np.full(storages, -1, np.int32)  # where in the queue a storage waits, -1 once it is released
     finish = np.empty(count, np.float64)
+    head = 0  # everything in the queue before it is released
     queued = 0
     next_out = 0
     now = 0.0
     d2h_free = 0.0
     extra = 0  # bytes of sources that only wait for their copy
-    waiting = 0
     for p in range(total):
         # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
-        if queued > 32 and queued > 2 * waiting:
-            kept = 0
-            for i in range(queued):
-                s = queue[i]
-                if place[s] == i:
-                    queue[kept] = s
-                    finish[kept] = finish[i]
-                    place[s] = kept
-                    kept += 1
-            queued = kept
-        i = 0
+        while head < queued and place[queue[head]] < 0:
+            head += 1
+        i = head
         while i < queued and finish[i] <= now:
             s = queue[i]
             if place[s] >= 0 and p > last_forward[s]:
                 wait_out[s] = p
                 extra -= size_of[s]
                 place[s] = -1
-                waiting -= 1
             i += 1
-        i = 0
+        i = head
         while i < queued and extra > 0 and curve[p] + extra > budget:
             s = queue[i]
             if place[s] >= 0 and p > last_forward[s]:
@@ -124,7 +124,6 @@ def transfers(  # type: ignore[no-untyped-def]
                 wait_out[s] = p
                 extra -= size_of[s]
                 place[s] = -1
-                waiting -= 1
             i += 1
         if p >= forward:
             # The host copy is read only after its wait.
@@ -135,7 +134,6 @@ def transfers(  # type: ignore[no-untyped-def]
                     wait_out[s] = p
                     extra -= size_of[s]
                     place[s] = -1
-                    waiting -= 1
                 s = next_use[s]
         curve[p] += extra
         time_at[p] = now
@@ -154,7 +152,6 @@ def transfers(  # type: ignore[no-untyped-def]
             finish[queued] = d2h_free
             place[s] = queued
             queued += 1
-            waiting += 1
             if last_forward[s] <= p:
                 extra += size_of[s]
     time_at[total] = now
@@ -405,3 +402,81 @@ def _run_engines(until, out_goal, in_goal, slowdown, engine, busy, ends, out, in
                 ends[2] += 1
     if until != np.inf and engine[0] < until:
         engine[0] = until
+
+
+@njit(cache=True, nogil=True)
+def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-untyped-def]
+    """Build, live, transfer and time one placement.
+
+    Returns (program, recomputed, [forward length], saved, [produced, last_forward, first_backward, last_backward,
+    issue_out, wait_out, issue_in, wait_in] as the rows of one array, curve, start_us, [step, stall, d2h busy, h2d
+    busy], [peak bytes, peak position, host bytes]).
+    """
+    storages = g.storage_bytes.shape[0]
+    capacity = 2 * g.node_phase.shape[0] + 64
+    while True:
+        program = np.empty(capacity, np.int32)
+        recomputed = np.empty(capacity, np.int8)
+        saved = np.zeros(storages, np.int8)
+        forward, total = build(g, placement, program, recomputed, saved)
+        if total >= 0:
+            break
+        capacity *= 4
+    curve = np.zeros(total + 2, np.int64)
+    at = np.empty((8, storages), np.int32)
+    liveness(g, placement, saved, program, forward, total, curve, at[0], at[1], at[2], at[3], -1, saved)
+    if synchronous:
+        layer_transfers(
+            g, placement, saved, forward, total, curve, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]
+        )
+    else:
+        transfers(
+            g,
+            placement,
+            saved,
+            program,
+            forward,
+            total,
+            link,
+            budget,
+            curve,
+            at[0],
+            at[1],
+            at[2],
+            at[3],
+            at[4],
+            at[5],
+            at[6],
+            at[7],
+        )
+    start_us = np.zeros(total + 1, np.float64)
+    step, stall, out_busy, in_busy = timeline(
+        g, placement, saved, program, forward, total, link, at[4], at[5], at[6], at[7], start_us
+    )
+    start_us[total] = step
+    position = 0
+    for p in range(total + 1):
+        if curve[p] > curve[position]:
+            position = p
+    host = 0
+    for s in range(storages):
+        if is_moved(placement, saved, s):
+            host += g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_slot_bytes[s]
+    return (
+        program[:total],
+        recomputed[:total],
+        np.array([forward]),
+        saved,
+        at,
+        curve[: total + 1],
+        start_us,
+        np.array([step, stall, out_busy, in_busy]),
+        np.array([curve[position], position, host]),
+    )
+
+
+@njit(cache=True, nogil=True)
+def peak_and_step(g, link, placement, budget):  # type: ignore[no-untyped-def]
+    """(peak bytes, step us) of one placement."""
+    found = run_program(g, link, placement, budget, False)
+    return found[8][0], found[7][0]

@@ -1,7 +1,9 @@
 """The private names of torch that the passes use, in one place, for torch 2.11 to 2.14."""
 
+import contextlib
 import functools
 import importlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -94,3 +96,28 @@ def inductor_generates(target: torch._ops.OpOverload) -> bool:
     """Whether Inductor has a lowering of its own for an operator, rather than a call of ATen's kernel."""
     lowering: Any = importlib.import_module("torch._inductor.lowering")
     return target in lowering.lowerings and target not in lowering.fallbacks
+
+
+@contextlib.contextmanager
+def frugal_benchmarks() -> Iterator[None]:
+    """Inductor tries kernels beside a buffer of the device's cache size, which no plan knows of: not in here."""
+    module: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
+    own = vars(module.benchmarker)
+    before = own.get("L2_cache_size")
+    own["L2_cache_size"] = 512
+    try:
+        yield
+    finally:
+        own.pop("L2_cache_size")
+        if before is not None:
+            own["L2_cache_size"] = before
+
+
+def optimizes_layout(module: GraphModule) -> bool:
+    """Whether Inductor would run convolutions channels-last that were traced otherwise."""
+    convolutions = module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    values = [node.meta["val"] for node in convolutions]
+    if all(value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last) for value in values):
+        return False
+    graph: Any = importlib.import_module("torch._inductor.graph")
+    return bool(graph.GraphLowering.decide_layout_opt(module, is_inference=False))

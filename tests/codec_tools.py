@@ -93,7 +93,7 @@ def compile_with(
         graphs = insert_transfers(*graphs, program, num_fwd_outputs, used)
         verify_boundary(*graphs, num_fwd_outputs)
         verify_transfers(*graphs)
-        written = graph_peak(*graphs, num_fwd_outputs, facts.device_type, facts.planned_for)
+        written = graph_peak(*graphs, num_fwd_outputs, facts.device_type, facts.planned_for, {})
         runs.append(Run(facts, problem, placement, result, program, *graphs, written.peak_bytes))
         return graphs
 

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fxhome.backend import fxhome as backend
+from fxhome.device import cached_profile
 
 MIB = 1 << 20
 Step = Callable[..., Any]
@@ -108,6 +109,11 @@ class Record:
     start_bytes: int
     """Allocated before the first step, records of earlier runs included."""
 
+    @property
+    def steady_peak(self) -> int:
+        """The highest peak of all steps but the first, which also compiles and times operators."""
+        return max(self.peaks[1:])
+
     def differences(self, other: Record) -> list[str]:
         """Names whose values are not bitwise equal."""
         names = [name for name, value in self.values.items() if not torch.equal(value, other.values[name])]
@@ -165,29 +171,26 @@ def fresh_device() -> None:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
+def keep_all_peak(model: nn.Module, x: torch.Tensor, inner: str, **how: Any) -> int:
+    """Peak of a steady step with everything kept, in bytes: what a budget is a share of."""
+    fresh_device()
+    peak = run(model, x, **how, **planned(64 << 30, inner)).steady_peak
+    fresh_device()
+    return peak
+
+
 @contextlib.contextmanager
 def enforced(budget_bytes: int) -> Iterator[None]:
-    """Cap the allocator at the budget and max(256 MiB, 3 %), with expandable segments."""
+    """Cap the allocator at the budget and max(256 MiB, 3 %)."""
+    cached_profile("cuda")  # measured once, which takes more than a small budget
     fresh_device()
     total = torch.cuda.get_device_properties(0).total_memory
     cap = budget_bytes + max(256 * MIB, budget_bytes * 3 // 100)
-    with expandable_segments(True):
-        torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
-        try:
-            yield
-        finally:
-            fresh_device()
-
-
-@contextlib.contextmanager
-def expandable_segments(wanted: bool) -> Iterator[None]:
-    """Blocks taken in here come from expandable segments, or from fixed ones."""
-    torch._C._accelerator_setAllocatorSettings(f"expandable_segments:{wanted}")
+    torch.cuda.set_per_process_memory_fraction(min(1.0, cap / total))
     try:
         yield
     finally:
-        torch.cuda.empty_cache()
-        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        fresh_device()
 
 
 @contextlib.contextmanager

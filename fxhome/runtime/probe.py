@@ -15,7 +15,8 @@ import psutil
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-from fxhome.device import DeviceProfile, device_identity
+from fxhome.device import DeviceProfile, allocatable_bytes, device_identity
+from fxhome.errors import DeviceError
 from fxhome.runtime.host_pool import HostPool
 
 _MIB = 1024 * 1024
@@ -23,6 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_COPY_BYTES = 64 * 1024
 _SMALL_COPIES = 32
 _LAUNCHES = 200
+_MATRIX_ROOM_BYTES = 2048 * _MIB
 _DEVICE_SUMS = 16
 _PRODUCTS = 200
 
@@ -30,10 +32,16 @@ Timer = Callable[[Callable[[], object], int], float]  # (work, repetitions) -> m
 
 
 def measure(device: torch.device) -> DeviceProfile:
-    """Profile a resolved device (see fxhome.device.resolve_device)."""
+    """Profile a resolved device (see fxhome.device.resolve_device). Raises DeviceError where it has no memory free."""
     with _disable_current_modes(), torch.no_grad():
         pool = HostPool()  # of its own: what measuring needs is not charged to the steps that follow
-        profile = _measure_cuda(pool, device) if device.type == "cuda" else _measure_cpu(pool)
+        try:
+            profile = _measure_cuda(pool, device) if device.type == "cuda" else _measure_cpu(pool)
+        except torch.OutOfMemoryError as error:
+            raise DeviceError(
+                f"device {device}: too little of its memory is free to measure it once ({str(error).splitlines()[0]}); "
+                "run `fxhome profile` before the model is built: what it finds is kept for later processes"
+            ) from None
         pool.close()
         return profile
 
@@ -66,8 +74,11 @@ def _measure_cpu(pool: HostPool) -> DeviceProfile:
 def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
     kind, name, versions = device_identity(device)
     with torch.cuda.device(device):
-        free_bytes, total_bytes = torch.cuda.mem_get_info(device)
-        block_bytes = max(_MIB, min(128 * _MIB, free_bytes // 16 // _MIB * _MIB))
+        # Little may be left: an allocator that has failed once may fail again, so nothing too large is tried.
+        room_bytes = allocatable_bytes(device)
+        total_bytes = torch.cuda.mem_get_info(device)[1]
+        block_bytes = max(_MIB, min(128 * _MIB, room_bytes // 16 // _MIB * _MIB))
+        matrix_size = 4096 if room_bytes >= _MATRIX_ROOM_BYTES else 1024
         host_out, _ = pool.empty(block_bytes, pinned=True)
         host_back, _ = pool.empty(block_bytes, pinned=True)
         near_out = torch.ones(block_bytes, dtype=torch.uint8, device=device)
@@ -106,17 +117,16 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
             copy_latency_us=_fixed_part_us(small_seconds, block_bytes / out_seconds),
             memory_bytes_per_s=3 * block_bytes / sum_seconds,
             launch_us=_launch_us(device, _median_by_events),
-            flops_per_s=_matrix_rates(device, 4096, _median_by_events),
+            flops_per_s=_matrix_rates(device, matrix_size, _median_by_events),
             total_memory_bytes=total_bytes,
             host_memory_bytes=int(psutil.virtual_memory().total),
             versions=versions,
-            copy_slowdown=_copy_slowdown(out, device),
+            copy_slowdown=_copy_slowdown(out, back, device, matrix_size),
         )
 
 
-def _copy_slowdown(out: Callable[[], object], device: torch.device) -> float:
+def _copy_slowdown(out: Callable[[], object], back: Callable[[], object], device: torch.device, size: int) -> float:
     """Time of matrix products beside copies, over their time alone; in runs long enough for the clock to settle."""
-    size = 4096
     left = (torch.arange(size * size, device=device).remainder_(251).sub_(125).view(size, size) / 125).bfloat16()
     target = torch.empty_like(left)
     copies = torch.cuda.Stream()
@@ -125,28 +135,26 @@ def _copy_slowdown(out: Callable[[], object], device: torch.device) -> float:
         for _ in range(_PRODUCTS):
             torch.mm(left, left, out=target)
 
-    def start_copies(seconds: float) -> None:
+    def seconds_beside(copy: Callable[[], object], count: int) -> float:
         copies.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(copies):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            out()
-            end.record()
-            end.synchronize()
-            for _ in range(1 + int(seconds * 1e3 / max(begin.elapsed_time(end), 1e-3))):
-                out()
-
-    alone_seconds = _median_by_events(products, 3)
-    beside = []
-    for _ in range(3):
-        start_copies(1.2 * alone_seconds)
+            for _ in range(count):
+                copy()
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         products()
         end.record()
         torch.cuda.synchronize()
-        beside.append(begin.elapsed_time(end) * 1e-3)
-    return max(1.0, float(statistics.median(beside)) / alone_seconds)
+        return float(begin.elapsed_time(end)) * 1e-3
+
+    products()
+    ratios = []
+    for copy in (out, back) * 2:  # in turns with runs alone: the clock drifts
+        alone = seconds_beside(copy, 0)
+        one = _median_by_events(copy, 1)
+        beside = seconds_beside(copy, 1 + int(1.2 * alone / one))
+        ratios.append(2 * beside / (alone + seconds_beside(copy, 0)))
+    return max(1.0, float(statistics.mean(ratios)))
 
 
 def _median_by_clock(work: Callable[[], object], repetitions: int) -> float:
@@ -207,7 +215,7 @@ def _launch_us(device: torch.device, median: Timer) -> float:
 
 def _matrix_rates(device: torch.device, size: int, median: Timer) -> tuple[tuple[str, float], ...]:
     # Varied values: a GPU multiplying zeros draws less power and runs faster than it ever does in training.
-    values = torch.arange(size * size, device=device).remainder_(251).sub_(125).view(size, size)
+    values = torch.arange(size * size, device=device, dtype=torch.float32).remainder_(251).sub_(125).view(size, size)
     rates = []
     for dtype in _DTYPES:
         left = (values / 125).to(dtype)

@@ -10,10 +10,11 @@ feedback from the next iteration does.
 from collections.abc import Sequence
 
 import numpy as np
+from numba import njit
 
 from fxhome.passes.search.evaluator import Evaluator, base_placement
 from fxhome.passes.search.result import Placements
-from fxhome.passes.search.structure import Structure
+from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
 from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP, SimResult
 from fxhome.passes.simulate_kernels import FORWARD
 
@@ -21,15 +22,19 @@ _ROUNDS = 12
 
 
 class _Lineage:
-    """What each candidate is recomputed from, and at what cost; kept up to date as candidates are chosen."""
+    """What each candidate is recomputed from, and at what cost; kept up to date as candidates are chosen.
+
+    cost_us[t]: recompute time of storage t with the repeats that it causes.
+    """
 
     def __init__(self, s: Structure, result: SimResult, candidates: list[int]) -> None:
         g = s.problem.arrays
         self.candidates = set(candidates)
         self.sources: dict[int, set[int]] = {}
-        self.time_us: dict[int, float] = {}
-        self.extra_us: dict[int, float] = {}
-        self.repeats: dict[int, int] = {}
+        self.users: dict[int, set[int]] = {t: set() for t in candidates}
+        self.time_us = np.zeros(s.problem.num_storages)
+        self.extra_us = np.zeros(s.problem.num_storages)
+        self.repeats = np.ones(s.problem.num_storages)
         for t in candidates:
             root = int(g.storage_root[t])
             sources: set[int] = set()
@@ -49,52 +54,81 @@ class _Lineage:
                     else:
                         stack.append(u)
             self.sources[t], self.time_us[t] = sources, us
-            self.extra_us[t], self.repeats[t] = 0.0, 1
+            for u in sources:
+                self.users[u].add(t)
 
-    def cost_us(self, t: int) -> float:
-        """Recompute time with the repeats it causes."""
-        return self.time_us[t] + self.extra_us[t]
+    @property
+    def cost_us(self) -> Float64:
+        """Per storage, of those that are candidates."""
+        return self.time_us + self.extra_us
 
-    def choose(self, t: int, chosen: list[int]) -> None:
+    def _inherit(self, user: int, t: int) -> None:
+        """Recomputing `user` now starts from what t itself is recomputed from."""
+        self.sources[user] = (self.sources[user] - {t}) | self.sources[t]
+        for u in self.sources[t]:
+            self.users[u].add(user)
+
+    def choose(self, t: int, chosen: set[int]) -> None:
         """The paper's three updates after target t is chosen."""
-        for r in chosen:
-            if t in self.sources[r]:
-                self.sources[r] = (self.sources[r] - {t}) | self.sources[t]
+        users = [x for x in self.users[t] if t in self.sources[x]]
+        for r in users:
+            if r in chosen:
+                self._inherit(r, t)
                 self.repeats[t] += 1
         self.candidates.discard(t)
-        for c in self.candidates:
-            if t in self.sources[c]:
-                self.sources[c] = (self.sources[c] - {t}) | self.sources[t]
+        for c in users:
+            if c in self.candidates:
+                self._inherit(c, t)
                 self.time_us[c] += self.time_us[t]
-                self.extra_us[c] += sum(self.time_us[c] for r in chosen if c in self.sources[r])
+                repeated = sum(1 for r in self.users[c] if r in chosen and c in self.sources[r])
+                self.extra_us[c] += repeated * self.time_us[c]
         for c in self.sources[t] & self.candidates:
             self.extra_us[c] = self.repeats[t] * self.time_us[c]
-        chosen.append(t)
+        chosen.add(t)
+
+
+@njit(cache=True)
+def _exposed_us(copies, taken, by_eviction, by_return, opens, closes):  # type: ignore[no-untyped-def]
+    """Exposed copy time of the `taken` rows of `copies` [evicted at, back at, out us, in us]."""
+    clock = 0.0
+    latest = -1.0
+    for i in by_eviction:
+        if taken[i]:
+            clock = max(clock, copies[i, 0]) + copies[i, 2]
+            latest = max(latest, copies[i, 0])
+    late = max(0.0, clock - max(opens, latest)) if latest >= 0 else 0.0
+    clock = closes
+    delay = 0.0
+    for i in by_return:
+        if taken[i]:
+            clock += copies[i, 3]
+            delay = max(delay, clock - copies[i, 1])
+    return late + delay
 
 
 class _Lanes:
     """Exposed copy time of a set of swaps: outs must end before the peak window, ins begin after it."""
 
-    def __init__(self, s: Structure, result: SimResult, budget: int, saved_bytes: float) -> None:
-        over = np.flatnonzero(result.curve - saved_bytes > budget)
+    def __init__(self, result: SimResult, budget: int, copies: Float64) -> None:
+        self.result, self.budget, self.copies = result, budget, copies
+        self.taken: Bool = np.zeros(copies.shape[0], np.bool_)
+        self.by_eviction: Int64 = np.argsort(copies[:, 0], kind="stable")
+        self.by_return: Int64 = np.argsort(copies[:, 1], kind="stable")
+
+    def exposed_us(self, more: int, saved_bytes: float) -> float:
+        """With candidate `more` taken too, where `saved_bytes` have been saved already."""
+        result = self.result
+        over = np.flatnonzero(result.curve - saved_bytes > self.budget)
         first = int(over[0]) if over.shape[0] else result.peak_position
         last = int(over[-1]) if over.shape[0] else result.peak_position
-        self.opens = float(result.start_us[first])
-        self.closes = float(result.start_us[min(last, result.start_us.shape[0] - 1)])
-
-    def exposed_us(self, swaps: Sequence[tuple[float, float, float, float]]) -> float:
-        """`swaps`: (evicted at, back at, out us, in us)."""
-        clock = late = 0.0
-        for evicted, _, out, _ in sorted(swaps):
-            clock = max(clock, evicted) + out
-        if swaps:
-            late = max(0.0, clock - max(self.opens, max(x[0] for x in swaps)))
-        clock, delay = self.closes, 0.0
-        for _, back, _, into in sorted(swaps, key=lambda x: x[1]):
-            clock = max(clock, self.closes) + into
-            if clock > back + delay:
-                delay = clock - back
-        return late + delay
+        closes = float(result.start_us[min(last, result.start_us.shape[0] - 1)])
+        before = bool(self.taken[more])
+        self.taken[more] = True
+        exposed = _exposed_us(
+            self.copies, self.taken, self.by_eviction, self.by_return, float(result.start_us[first]), closes
+        )
+        self.taken[more] = before
+        return float(exposed)
 
 
 def capuchin(s: Structure, evaluator: Evaluator, storage_class: Sequence[str] | None) -> Placements:
@@ -122,22 +156,22 @@ def _decide(s: Structure, result: SimResult, base: Placements, budget: int, requ
     problem, g, link = s.problem, s.problem.arrays, s.problem.link
     node_at = {int(v): p for p, v in enumerate(result.program)}
     last_forward = _last_forward(s)
-    swaps: dict[int, tuple[float, float, float, float]] = {}
-    candidates: list[int] = []
-    for d in s.decisions[s.demanded[s.decisions]].tolist():
-        if base[d] != KEEP or result.saved[d] == 0:
-            continue
+    demanded = s.decisions[s.demanded[s.decisions]]
+    candidates: list[int] = demanded[(base[demanded] == KEEP) & (result.saved[demanded] == 1)].tolist()
+    copies = np.zeros((problem.num_storages, 4))
+    for d in candidates:
         v = int(last_forward[d])
-        evicted = float(result.start_us[node_at[v]] + g.node_time_us[v]) if v in node_at else 0.0
-        back = float(result.start_us[node_at[int(s.first_reader[d])]])
-        size = float(g.storage_copy_bytes[d])
-        out, into = link.latency_us + size * link.d2h_us_per_byte, link.latency_us + size * link.h2d_us_per_byte
-        swaps[d] = (evicted, back, out, into)
-        candidates.append(d)
+        moved = float(g.storage_copy_bytes[d])
+        copies[d] = (
+            float(result.start_us[node_at[v]] + g.node_time_us[v]) if v in node_at else 0.0,
+            float(result.start_us[node_at[int(s.first_reader[d])]]),
+            link.latency_us + moved * link.d2h_us_per_byte,
+            link.latency_us + moved * link.h2d_us_per_byte,
+        )
     placement = base.copy()
     saved = 0.0
-    taken: list[tuple[float, float, float, float]] = []
-    free_us = {d: swaps[d][1] - swaps[d][3] - swaps[d][0] - swaps[d][2] for d in candidates}
+    lanes = _Lanes(result, budget, copies)
+    free_us = copies[:, 1] - copies[:, 3] - copies[:, 0] - copies[:, 2]
     order = sorted(candidates, key=lambda d: (-free_us[d], d))
     exposed = 0.0
     for d in order:
@@ -145,32 +179,37 @@ def _decide(s: Structure, result: SimResult, base: Placements, budget: int, requ
             break
         if not problem.allowed[d, SWAP]:
             continue
-        with_it = _Lanes(s, result, budget, saved).exposed_us([*taken, swaps[d]])
-        if with_it > exposed + 1e-6:
+        if lanes.exposed_us(d, saved) > exposed + 1e-6:
             continue
         placement[d] = SWAP
-        taken.append(swaps[d])
+        lanes.taken[d] = True
         saved += float(g.storage_bytes[d])
     if saved >= required:
         return placement
     rest = [d for d in order if placement[d] == KEEP]
     lineage = _Lineage(s, result, rest)
-    chosen: list[int] = []
-    while saved < required and rest:
-        lanes = _Lanes(s, result, budget, saved)
+    chosen: set[int] = set()
+    to_swap = [d for d in rest if problem.allowed[d, SWAP]]
+    next_swap = 0
+    able = np.array(sorted(d for d in rest if problem.allowed[d, RECOMPUTE]), np.int64)
+    size = g.storage_bytes.astype(np.float64)
+    while saved < required:
         # The next candidate: the best of the free-time ranking against the best of the MSPS ranking.
-        by_swap = next((d for d in rest if problem.allowed[d, SWAP]), None)
-        able = [d for d in rest if problem.allowed[d, RECOMPUTE]]
-        by_rate = max(able, key=lambda d: (g.storage_bytes[d] / (lineage.cost_us(d) + 1e-6), -d)) if able else None
+        while next_swap < len(to_swap) and placement[to_swap[next_swap]] != KEEP:
+            next_swap += 1
+        by_swap = to_swap[next_swap] if next_swap < len(to_swap) else None
+        able = able[placement[able] == KEEP]
+        cost_us = lineage.cost_us
+        by_rate = int(able[np.argmax(size[able] / (cost_us[able] + 1e-6))]) if able.shape[0] else None
         if by_swap is None and by_rate is None:
             break
-        swap_us = lanes.exposed_us([*taken, swaps[by_swap]]) - exposed if by_swap is not None else np.inf
-        swap_rate = swap_us / g.storage_bytes[by_swap] if by_swap is not None else np.inf
-        again_rate = lineage.cost_us(by_rate) / g.storage_bytes[by_rate] if by_rate is not None else np.inf
+        swap_us = lanes.exposed_us(by_swap, saved) - exposed if by_swap is not None else np.inf
+        swap_rate = swap_us / size[by_swap] if by_swap is not None else np.inf
+        again_rate = cost_us[by_rate] / size[by_rate] if by_rate is not None else np.inf
         if by_swap is not None and swap_rate <= again_rate:
             d = by_swap
             placement[d] = SWAP
-            taken.append(swaps[d])
+            lanes.taken[d] = True
             exposed += max(0.0, swap_us)
             lineage.candidates.discard(d)
         else:
@@ -178,8 +217,7 @@ def _decide(s: Structure, result: SimResult, base: Placements, budget: int, requ
             d = by_rate
             placement[d] = RECOMPUTE
             lineage.choose(d, chosen)
-        rest.remove(d)
-        saved += float(g.storage_bytes[d])
+        saved += float(size[d])
     return placement
 
 

@@ -3,8 +3,11 @@
 Every policy spends from one `Evaluator`, so that equal evaluations mean equal work.
 """
 
+import contextlib
+import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +19,10 @@ Progress = Callable[[int, int, float, bool], None]
 
 # Bytes of placements that are remembered, so that memory does not grow with the number of evaluations.
 _MEMORY_BYTES = 64 << 20
+
+# Simulations of graphs with fewer nodes are over before a thread could be told about them.
+_PARALLEL_NODES = 500
+MAX_WORKERS = 8
 
 
 class OutOfBudgetError(Exception):
@@ -55,6 +62,8 @@ class Evaluator:
         self.minimum_peak = 1 << 62
         self.minimum_placement: Placements | None = None
         self.history: list[tuple[int, float]] = []
+        self.lower_bound_us: float | None = None
+        self._pool: ThreadPoolExecutor | None = None
         self._seen: dict[bytes, tuple[int, float]] = {}
         self._seen_limit = max(256, _MEMORY_BYTES // max(1, problem.num_storages + 120))
 
@@ -105,6 +114,51 @@ class Evaluator:
             self._remember(key, known)
         return self._note(placement, *known)
 
+    @contextlib.contextmanager
+    def parallel(self) -> Iterator[ThreadPoolExecutor]:
+        """While open, `probe_all` simulates on several cores; what it returns does not depend on how many."""
+        cores = available_cores()
+        with ThreadPoolExecutor(min(MAX_WORKERS, cores), thread_name_prefix="fxhome-search") as pool:
+            if cores > 1 and self.problem.arrays.node_phase.shape[0] >= _PARALLEL_NODES:
+                self._pool = pool
+            try:
+                yield pool
+            finally:
+                self._pool = None
+
+    def probe_all(self, placements: Sequence[Placements]) -> list[tuple[Fitness, SimResult | None]]:
+        """What `probe` says of each in turn; where the limits are reached in between, those before it still count."""
+        fresh: dict[bytes, Placements] = {}
+        keys: list[bytes] = []
+        stopped: OutOfBudgetError | None = None
+        for placement in placements:
+            key = placement.tobytes()
+            if key not in self._seen and key not in fresh:
+                try:
+                    self._spend()
+                except OutOfBudgetError as stop:
+                    stopped = stop
+                    break
+                fresh[key] = placement
+            keys.append(key)
+
+        def run(placement: Placements) -> SimResult:
+            return simulate(self.problem, placement, self.budget_bytes)
+
+        apply = map if self._pool is None or len(fresh) < 2 else self._pool.map
+        results = dict(zip(fresh, apply(run, fresh.values()), strict=True))
+        found: list[tuple[Fitness, SimResult | None]] = []
+        known = {key: self._seen[key] for key in keys if key not in results}
+        for key, placement in zip(keys, placements, strict=False):
+            result = results.get(key)
+            if result is not None:
+                known[key] = (result.peak_bytes, result.step_us)
+                self._remember(key, known[key])
+            found.append((self._note(placement, *known[key]), result))
+        if stopped is not None:
+            raise stopped
+        return found
+
     def probe(self, placement: Placements) -> tuple[Fitness, SimResult | None]:
         """Fitness, and the full result where it had to be simulated (None: it was remembered)."""
         known = self._seen.get(placement.tobytes())
@@ -125,6 +179,11 @@ class Evaluator:
             self.minimum_peak = result.peak_bytes
             self.minimum_placement = placement.copy()
         return result
+
+
+def available_cores() -> int:
+    """Cores that this process may run on."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def base_placement(problem: Problem, demanded: npt.NDArray[np.bool_]) -> Placements:

@@ -12,8 +12,9 @@ from fxhome.passes.search.bound import lower_bound
 from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, Progress
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
+from fxhome.passes.search.seeds import Ingredients, smallest
 from fxhome.passes.search.structure import Structure, read_structure
-from fxhome.passes.search.swarm import Ingredients, pso, smallest
+from fxhome.passes.search.swarm import pso
 from fxhome.passes.simulate import Problem, simulate
 
 Constructive = Callable[[Structure, Evaluator, Sequence[str] | None], Placements]
@@ -63,7 +64,8 @@ def search(
     `storage_class`: per storage, the class of the op that produces it ("convolution", "matmul", "attention", "pool",
     "activation", "norm", "other"); vdnn_conv and superneurons need it. `ingredients` switches parts of `pso` off.
     `progress(evaluations, peak_bytes, step_us, feasible)` is called at each improvement.
-    `bound` adds `lower_bound_us` and `gap`, at the cost of a linear program.
+    `bound` adds `lower_bound_us` and `gap`, at the cost of a linear program; `pso` solves it anyway up to 4,000
+    deciding storages, and then they are there in any case.
     A policy other than `pso` that cannot meet the budget returns what it reached, with `feasible` False.
     """
     if policy not in POLICIES:
@@ -89,14 +91,17 @@ def search(
         stopped = pso(structure, evaluator, seed=seed, seeds=seeds, ingredients=ingredients, storage_class=classes)
         if evaluator.best_fitness[0] > 0:
             _fit(structure, evaluator)
-    return _bounded(structure, _result(evaluator, stopped, policy, seed), budget_bytes, bound)
+    result = _result(evaluator, stopped, policy, seed)
+    return _bounded(structure, result, budget_bytes, bound, evaluator.lower_bound_us)
 
 
-def _bounded(structure: Structure, result: SearchResult, budget_bytes: int, wanted: bool) -> SearchResult:
-    """The result with its lower bound and gap, where wanted."""
-    if not wanted:
+def _bounded(
+    structure: Structure, result: SearchResult, budget_bytes: int, wanted: bool, known: float | None = None
+) -> SearchResult:
+    """The result with its lower bound and gap, where they are wanted or came up in the search."""
+    if not wanted and known is None:
         return result
-    below = lower_bound(structure.problem, budget_bytes, structure=structure).step_us
+    below = lower_bound(structure.problem, budget_bytes, structure=structure).step_us if known is None else known
     gap = (result.step_us - below) / below if result.feasible and 0 < below < np.inf else None
     return replace(result, lower_bound_us=below, gap=gap)
 

@@ -8,107 +8,31 @@ Each ingredient can be switched off for the ablation.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from fxhome.passes.search.bound import lower_bound, rounded
-from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
-from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vdnn_conv
-from fxhome.passes.search.repair import Prices, Tried, convert, descend, relax, repair
+from fxhome.passes.search.repair import Prices, Tried, convert, relax
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
+from fxhome.passes.search.seeds import (
+    LARGE_DECISIONS,
+    Ingredients,
+    constructive_seeds,
+    first_bound,
+    relaxed_seeds,
+    uniform_seeds,
+)
 from fxhome.passes.search.structure import Int64, Structure, instruction_times, read_storages
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
-RELAXATIONS = 3
-# Above this many storages, seeds whose cost grows faster than linearly (linear programs, Capuchin) are left out.
-LARGE_DECISIONS = 4000
-KICK_EVALUATIONS = 600
+KICK_EVALUATIONS = 300
 WANDER_PRICE = 10.0
-LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
-
-
-@dataclass(frozen=True)
-class Ingredients:
-    """Switches for the ablation, and the swarm's few sizes."""
-
-    seeds: bool = True
-    relaxation: bool = True
-    groups: bool = True
-    mutation: bool = True
-    repair: bool = True
-    polish: bool = True
-    particles: int = 8
-    patience: int | None = None  # evaluations without a gain; None: more for small graphs, whose evaluations are cheap
-
-
-def constructive_seeds(
-    s: Structure,
-    evaluator: Evaluator,
-    seeds: Sequence[Placements],
-    ingredients: Ingredients,
-    storage_class: Sequence[str] | None,
-) -> list[Placements]:
-    """Starting placements, each repaired: published policies, the caller's, greedy at several link prices, segments."""
-    problem = s.problem
-    base = base_placement(problem, s.demanded)
-    starts: list[tuple[Placements, Prices]] = []
-    published = [checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
-    if s.decisions.shape[0] <= LARGE_DECISIONS:
-        published.insert(0, capuchin)
-    for policy in published:
-        starts.append((policy(s, evaluator, storage_class), Prices(link=0.5)))
-    for given in seeds:
-        starts.append((np.ascontiguousarray(given, np.int8), Prices(link=1.0)))
-    starts.append((problem.keep_all(), Prices(link=1.0)))
-    starts += [(base, Prices(link=price, share=0.34)) for price in LINK_PRICES]
-    swap = base.copy()
-    swappable = s.decisions[problem.allowed[s.decisions, SWAP] & s.demanded[s.decisions]]
-    swap[swappable] = SWAP
-    again = base.copy()
-    rebuilt = s.decisions[problem.allowed[s.decisions, RECOMPUTE]]
-    again[rebuilt] = RECOMPUTE
-    segments = again.copy()
-    step = max(1, round(np.sqrt(rebuilt.shape[0])))
-    segments[rebuilt[::step]] = np.where(problem.allowed[rebuilt[::step], KEEP], KEEP, RECOMPUTE)
-    starts += [(swap, Prices()), (segments, Prices()), (again, Prices(link=0.3))]
-    made: list[Placements] = []
-    for start, prices in starts:
-        if ingredients.repair:
-            fixed, _ = repair(s, evaluator, start, prices)
-        else:
-            fixed = start
-            evaluator.score(fixed)
-        made.append(fixed)
-    return made
-
-
-def relaxed_seeds(s: Structure, evaluator: Evaluator, rng: np.random.Generator) -> list[Placements]:
-    """Placements rounded from the linear relaxation, whose shares are read as the odds of each choice.
-
-    The relaxation knows nothing of transients, so it is solved again for a budget lower by what its rounding overran.
-    """
-    problem = s.problem
-    made: list[Placements] = []
-    target = evaluator.budget_bytes
-    anchors: tuple[int, ...] = ()
-    for turn in range(RELAXATIONS):
-        bound = lower_bound(problem, target, structure=s, start_anchors=anchors, rounds=2 if turn == 0 else 1)
-        anchors = bound.anchors
-        if bound.shares is None:
-            break
-        worst = 0
-        for draw in (None, rng):
-            start = rounded(s, bound.shares, draw)
-            over = evaluator.score(start)[0]
-            worst = over if draw is None else worst
-            fixed, _ = repair(s, evaluator, start, Prices(link=0.6, share=1.0))
-            made.append(fixed)
-        if worst == 0:
-            break
-        target -= worst
-    return made
+SMALL_NODES = 1500  # evaluations of such a graph are so cheap that a second swarm may start elsewhere
+TINY_NODES = 300  # ... and here the swarm may be patient too
+LEAST_GAIN = 5e-4  # of the step: what counts as progress
+EXPECTED_GAP = 0.01  # a plan this far from the bound is as good as most that cannot be improved
+CLOSE_ENOUGH = 5e-4  # of the lower bound: nothing is left to gain
+WANDER_TRIALS = 4  # neighbours looked at together; the first one that is accepted is taken
 
 
 class Swarm:
@@ -235,25 +159,39 @@ class Swarm:
         options = self.choices[self.position_of[d]]
         x[d] = self.rng.choice(options[options != x[d]])
 
-    def settle(self, x: Placements, before: Placements) -> Fitness:
-        """Score `x`; where it is a little over the budget, convert once or twice at the peak. `x` changes in place."""
-        value, result = self.evaluator.probe(x)
-        if value[0] == 0 or not self.ingredients.repair or value[0] > self.evaluator.budget_bytes // 4:
-            return value
-        changed = np.flatnonzero(x != before)
-        tried: Tried = {(int(d), int(before[d])) for d in changed[:64]}
-        prices = Prices(link=float(np.exp(self.rng.normal(-0.3, 1.0))), share=1.0)
-        for _ in range(2):
-            result = result or self.evaluator.run(x)
-            if not convert(self.s, x, result, value[0], prices, tried):
-                break
-            value, result = self.evaluator.probe(x)
-            if value[0] == 0:
-                break
-        return value
+    def settle(self, moves: Sequence[tuple[Placements, Placements]]) -> list[Fitness]:
+        """Score each `x` of (x, before); one that is a little over the budget is converted at its peak, twice at most.
 
-    def step(self, i: int) -> None:
-        """Move particle i once from its best, and keep the place where it is better."""
+        Each `x` changes in place. All are simulated together; what comes out does not depend on the number of cores.
+        """
+        probed = self.evaluator.probe_all([x for x, _ in moves])
+        values, results = [value for value, _ in probed], [result for _, result in probed]
+        if not self.ingredients.repair:
+            return values
+        near = self.evaluator.budget_bytes // 4
+        pending = [k for k, value in enumerate(values) if 0 < value[0] <= near]
+        tried: dict[int, Tried] = {}
+        prices: dict[int, Prices] = {}
+        for k in pending:
+            x, before = moves[k]
+            tried[k] = {(int(d), int(before[d])) for d in np.flatnonzero(x != before)[:64]}
+            prices[k] = Prices(link=float(np.exp(self.rng.normal(-0.3, 1.0))), share=1.0)
+        for _ in range(2):
+            changed = []
+            for k in pending:
+                x = moves[k][0]
+                result = results[k] or self.evaluator.run(x)
+                if convert(self.s, x, result, values[k][0], prices[k], tried[k]):
+                    changed.append(k)
+            for k, (value, found) in zip(
+                changed, self.evaluator.probe_all([moves[k][0] for k in changed]), strict=True
+            ):
+                values[k], results[k] = value, found
+            pending = [k for k in changed if values[k][0] > 0]
+        return values
+
+    def _propose(self, i: int) -> Placements:
+        """Particle i moved once from its best."""
         rng = self.rng
         x = self.bests[i].copy()
         draw = rng.random()
@@ -272,12 +210,16 @@ class Swarm:
             self._relieve(x, i)
         else:
             self._undo(x)
-        if np.array_equal(x, self.bests[i]):
-            return
-        value = self.settle(x, self.bests[i])
-        if value < self.values[i]:
-            self.bests[i], self.values[i] = x, value
-            self.culprits.pop(i, None)
+        return x
+
+    def step(self) -> None:
+        """Move every particle once from its best, and keep the places that are better."""
+        proposed = [(i, self._propose(i)) for i in range(len(self.bests))]
+        proposed = [(i, x) for i, x in proposed if not np.array_equal(x, self.bests[i])]
+        for (i, x), value in zip(proposed, self.settle([(x, self.bests[i]) for i, x in proposed]), strict=True):
+            if value < self.values[i]:
+                self.bests[i], self.values[i] = x, value
+                self.culprits.pop(i, None)
 
     def ranking(self) -> list[int]:
         """Particles, best first."""
@@ -289,14 +231,15 @@ class Swarm:
         Wandering is annealing that may cross placements over the budget, an overflow priced by its transfer.
         """
         order = self.ranking()
-        for i in order[2:-1]:
-            x = self.bests[order[0]].copy()
+        lead = self.bests[order[0]]
+        fresh = [lead.copy() for _ in order[2:-1]]
+        for x in fresh:
             for _ in range(int(self.rng.integers(2, 5))):
                 self._mutate(x)
-            self.values[i] = self.settle(x, self.bests[order[0]])
-            self.bests[i] = x
+        for i, x, value in zip(order[2:-1], fresh, self.settle([(x, lead) for x in fresh]), strict=True):
+            self.bests[i], self.values[i] = x, value
             self.culprits.pop(i, None)
-        self._wander(order[-1], self.bests[order[0]])
+        self._wander(order[-1], lead)
 
     def _wander(self, i: int, start: Placements) -> None:
         rng, link = self.rng, self.s.problem.link
@@ -304,20 +247,22 @@ class Swarm:
         x = start.copy()
         value = self.evaluator.score(x)
         now = value[1] + rate * value[0]
-        for k in range(KICK_EVALUATIONS):
+        for k in range(0, KICK_EVALUATIONS, WANDER_TRIALS):
             temperature = 1e-3 * now * 10 ** (-2.5 * k / KICK_EVALUATIONS)
-            trial = x.copy()
-            draw = rng.random()
-            if draw < 0.5:
-                self._flip(trial)
-            elif draw < 0.8:
-                self._exchange(trial)
-            else:
-                self._shift(trial)
-            got = self.evaluator.score(trial)
-            energy = got[1] + rate * got[0]
-            if energy <= now or rng.random() < np.exp((now - energy) / temperature):
-                x, now, value = trial, energy, got
+            trials = [x.copy() for _ in range(WANDER_TRIALS)]
+            for trial in trials:
+                draw = rng.random()
+                if draw < 0.5:
+                    self._flip(trial)
+                elif draw < 0.8:
+                    self._exchange(trial)
+                else:
+                    self._shift(trial)
+            for trial, (got, _) in zip(trials, self.evaluator.probe_all(trials), strict=True):
+                energy = got[1] + rate * got[0]
+                if energy <= now or rng.random() < np.exp((now - energy) / temperature):
+                    x, now, value = trial, energy, got
+                    break
         self.bests[i], self.values[i] = x, value
         self.culprits.pop(i, None)
 
@@ -356,67 +301,86 @@ def pso(
     ingredients: Ingredients | None = None,
     storage_class: Sequence[str] | None = None,
 ) -> StoppedBy:
-    """Run the swarm to convergence or to its limits; the best is in `evaluator`."""
+    """Run the swarm to convergence or to its limits; the best is in `evaluator`, and the bound where one was found."""
     ingredients = ingredients or Ingredients()
     rng = np.random.default_rng(seed)
-    evaluator.protected += 1
-    try:
-        evaluator.score(base_placement(s.problem, s.demanded))
-        made: list[Placements] = []
-        if ingredients.relaxation and int(s.reachable.sum()) <= LARGE_DECISIONS:
-            made += relaxed_seeds(s, evaluator, rng)
-        if ingredients.seeds:
-            made += constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
-        else:
-            made += [np.ascontiguousarray(x, np.int8) for x in seeds] + _uniform(s, rng, ingredients.particles)
-    finally:
-        evaluator.protected -= 1
-    try:
-        swarm = Swarm(s, evaluator, rng, ingredients)
-        for placement in made:
-            swarm.add(placement)
-        if ingredients.seeds:
-            for i in swarm.ranking()[:3]:
-                swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
-        swarm.trim(ingredients.particles)
-        last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
-        last_kick = last_gain
-        idle = 0
-        nodes = s.problem.arrays.node_phase.shape[0]
-        patience = ingredients.patience or int(np.clip(2_000_000 // nodes, 1500, 8000))
-        while evaluator.evaluations - last_gain < patience and idle < 50:
-            before = evaluator.evaluations
-            for i in range(len(swarm.bests)):
-                swarm.step(i)
-            idle = idle + 1 if evaluator.evaluations == before else 0
-            if evaluator.best_fitness[0] < last_step[0] or evaluator.best_fitness[1] < last_step[1] * (1 - 2e-4):
-                last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
-                last_kick = last_gain
-            elif ingredients.mutation and evaluator.evaluations - last_kick >= KICK_EVALUATIONS:
-                swarm.kick()
-                last_kick = evaluator.evaluations
-        return "exhausted" if idle >= 50 else "converged"
-    except OutOfBudgetError as stop:
-        return "seconds" if stop.reason == "seconds" else "evaluations"
+    with evaluator.parallel() as pool:
+        evaluator.protected += 1
+        try:
+            evaluator.score(base_placement(s.problem, s.demanded))
+            made: list[Placements] = []
+            relaxed = ingredients.relaxation and int(s.reachable.sum()) <= LARGE_DECISIONS
+            bound = pool.submit(first_bound, s, evaluator.budget_bytes) if relaxed else None
+            if ingredients.seeds:
+                made += constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
+            else:
+                made += [np.ascontiguousarray(x, np.int8) for x in seeds]
+                made += uniform_seeds(s, rng, ingredients.particles)
+            if bound is not None:
+                made += relaxed_seeds(s, evaluator, rng, bound)
+            if evaluator.lower_bound_us == np.inf:
+                # Proven: nothing fits. What is left is the smallest peak, and that is not the swarm's to find.
+                return "exhausted"
+        finally:
+            evaluator.protected -= 1
+        try:
+            stopped = _fly(s, evaluator, rng, ingredients, made)
+            if ingredients.restart and _may_gain(s, evaluator):
+                stopped = _fly(s, evaluator, rng, ingredients, uniform_seeds(s, rng, 2 * ingredients.particles))
+            return stopped
+        except OutOfBudgetError as stop:
+            return "seconds" if stop.reason == "seconds" else "evaluations"
 
 
-def _uniform(s: Structure, rng: np.random.Generator, count: int) -> list[Placements]:
-    made = []
-    for _ in range(count):
-        x = s.problem.keep_all()
-        for d in s.decisions:
-            x[d] = rng.choice(np.flatnonzero(s.problem.allowed[d]))
-        made.append(x)
-    return made
+def _fly(
+    s: Structure,
+    evaluator: Evaluator,
+    rng: np.random.Generator,
+    ingredients: Ingredients,
+    made: Sequence[Placements],
+) -> StoppedBy:
+    """Move the swarm from its seeds until it gains no more, or is at the bound."""
+    swarm = Swarm(s, evaluator, rng, ingredients)
+    for placement in made:
+        swarm.add(placement)
+    if ingredients.seeds:
+        for i in swarm.ranking()[:3]:
+            swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
+    swarm.trim(ingredients.particles)
+    bound_us = evaluator.lower_bound_us or 0.0
+    last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+    last_kick = last_gain
+    idle = 0
+    while evaluator.evaluations - last_gain < _patience(s, evaluator, ingredients) and idle < 50:
+        if evaluator.best_fitness[0] == 0 and evaluator.best_fitness[1] <= bound_us * (1 + CLOSE_ENOUGH):
+            return "converged"
+        before = evaluator.evaluations
+        swarm.step()
+        idle = idle + 1 if evaluator.evaluations == before else 0
+        if evaluator.best_fitness[0] < last_step[0] or evaluator.best_fitness[1] < last_step[1] * (1 - LEAST_GAIN):
+            last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
+            last_kick = last_gain
+        elif ingredients.mutation and evaluator.evaluations - last_kick >= KICK_EVALUATIONS:
+            swarm.kick()
+            last_kick = evaluator.evaluations
+    return "exhausted" if idle >= 50 else "converged"
 
 
-def smallest(s: Structure, evaluator: Evaluator, *, max_runs: int = 600) -> tuple[int, Placements]:
-    """The smallest peak reached by greedy descent from three starts; the same for every seed and budget."""
-    problem = s.problem
-    base = base_placement(problem, s.demanded)
-    swap = base.copy()
-    swap[s.decisions[problem.allowed[s.decisions, SWAP]]] = SWAP
-    again = base.copy()
-    again[s.decisions[problem.allowed[s.decisions, RECOMPUTE]]] = RECOMPUTE
-    found = [descend(s, evaluator, start, max_runs=max_runs // 3) for start in (base, swap, again)]
-    return min(found, key=lambda item: item[0])
+def _may_gain(s: Structure, evaluator: Evaluator) -> bool:
+    """Whether a second swarm is worth its time: the graph is small, and the best plan is not near the bound."""
+    overflow, step_us = evaluator.best_fitness
+    close = not overflow and step_us <= (evaluator.lower_bound_us or 0.0) * (1 + EXPECTED_GAP)
+    return s.problem.arrays.node_phase.shape[0] <= SMALL_NODES and not close
+
+
+def _patience(s: Structure, evaluator: Evaluator, ingredients: Ingredients) -> int:
+    """Evaluations without a gain after which the swarm stops: more where they are cheap, fewer near the lower bound."""
+    if ingredients.patience is not None:
+        return ingredients.patience
+    base = float(np.clip(4_000_000 / s.problem.arrays.node_phase.shape[0], 800, 3000))
+    overflow, step_us = evaluator.best_fitness
+    if overflow or not evaluator.lower_bound_us:
+        return int(base)
+    gap = step_us / evaluator.lower_bound_us - 1
+    most = 2.5 if s.problem.arrays.node_phase.shape[0] <= TINY_NODES else 1.5
+    return int(base * np.clip(gap / EXPECTED_GAP, 0.25, most))

@@ -17,6 +17,7 @@ def sweep(
     search_seconds: float | None = None,
     storage_class: Sequence[str] | None = None,
     bound: bool = False,
+    seeds: Sequence[Placements] = (),
     progress: Callable[[int, SearchResult], None] | None = None,
 ) -> list[SearchResult]:
     """One result per budget, in the order given; among those that fit, more bytes never mean a slower step.
@@ -24,10 +25,11 @@ def sweep(
     Budgets are searched from the largest down, each from the placements of the two before; then from the smallest up, a
     result that is slower than the one below is replaced by it: by its placement at the larger budget where that is
     faster, else by the very plan of the smaller one, whose `budget_bytes` then says which budget steers it.
-    `search_seconds` holds for each budget. `progress(budget, result)` is called after each search.
+    `search_seconds` holds for each budget; `seeds` are placements for each search to start from.
+    `progress(budget, result)` is called after each search.
     """
     found: dict[int, SearchResult] = {}
-    seeds: list[Placements] = []
+    neighbours: list[Placements] = []
     for budget in sorted(set(budgets), reverse=True):
         result = search(
             problem,
@@ -35,12 +37,12 @@ def sweep(
             seed=seed,
             max_evaluations=max_evaluations,
             search_seconds=search_seconds,
-            seeds=seeds,
+            seeds=(*seeds, *neighbours),
             storage_class=storage_class,
             bound=bound,
         )
         found[budget] = result
-        seeds = [*seeds[-1:], result.placement]
+        neighbours = [*neighbours[-1:], result.placement]
         if progress is not None:
             progress(budget, result)
     below: SearchResult | None = None

@@ -14,6 +14,7 @@ from torch import nn
 
 import fxhome
 from fxhome import cli, cli_run
+from fxhome.cuda_kernels.errors import CodecUnavailableError
 from fxhome.errors import GraphRuleError, InfeasibleBudgetError
 from fxhome.placement import Plan, load_plans
 from tests.plan_strategies import EXAMPLE, MIB
@@ -255,6 +256,30 @@ def test_profile(tmp_path: Path, profile_file: str, monkeypatch: pytest.MonkeyPa
     assert cli.main(["profile", "--device", "cpu", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == json.loads(measured.to_json())
     assert asked == [torch.device("cpu")] * 2
+
+
+@pytest.mark.parametrize("missing", [False, True])
+def test_profile_tunes_the_codecs_of_a_gpu(
+    missing: bool, profile_file: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The device, its measurement and its tuner are replaced: what is tested is that they meet, and what is said."""
+    asked: list[torch.device] = []
+
+    def tune_codecs(device: torch.device, advance: Callable[[], object]) -> Path:
+        asked.append(device)
+        advance()
+        if missing:
+            raise CodecUnavailableError("install numba-cuda")
+        return Path("kernels.json")
+
+    monkeypatch.setattr("fxhome.device.resolve_device", lambda name: torch.device(name, 0))
+    monkeypatch.setattr("fxhome.device.measure_profile", lambda device: fxhome.DeviceProfile.load(profile_file))
+    monkeypatch.setattr("fxhome.cuda_kernels.autotune.tune_codecs", tune_codecs)
+
+    assert cli.main(["profile", "--device", "cuda", "--json"]) == 0
+    said = json.loads(capsys.readouterr().out)["codecs"]
+    assert said == ("not tuned: install numba-cuda" if missing else "tuned, kept in kernels.json")
+    assert asked == [torch.device("cuda", 0)]
 
 
 MISTAKES = [

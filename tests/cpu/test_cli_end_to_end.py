@@ -37,7 +37,7 @@ def spec(tmp_path: Path) -> str:
 
 
 def fxhome(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "fxhome.cli", *arguments]
+    command = [sys.executable, "-m", "fxhome", *arguments]
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
 
 

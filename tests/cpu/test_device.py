@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 from fxhome import device as device_module
 from fxhome.device import DeviceProfile, cached_profile, measure_profile, resolve_device
 from fxhome.errors import DeviceError
+from fxhome.runtime import probe
 
 PROFILE = DeviceProfile(
     name="Some GPU",
@@ -166,3 +167,14 @@ def test_importing_device_touches_neither_cuda_nor_the_runtime() -> None:
         "assert not any(m.startswith(('fxhome.runtime', 'numba')) for m in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_device_without_room_to_be_measured_is_one_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU that a large model has filled: Dynamo must not get to see an out-of-memory error."""
+
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 64.00 MiB.")
+
+    monkeypatch.setattr(probe, "_measure_cpu", full)
+    with pytest.raises(DeviceError, match="run `fxhome profile` before the model is built"):
+        measure_profile("cpu")

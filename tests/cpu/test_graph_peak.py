@@ -67,7 +67,7 @@ def test_simulated_read_and_measured_peaks_agree_to_the_byte(
     result = simulate(problem, placement, budget)
     program = schedule(facts, placement, result)
     sides = insert_transfers(*partition(module, program, outputs), program, outputs)
-    read = graph_peak(*sides, outputs, "cpu", "cpu")
+    read = graph_peak(*sides, outputs, "cpu", "cpu", {})
     assert read.peak_bytes == result.peak_bytes
     assert measured(*sides, outputs, [x, weight.detach()]) == result.peak_bytes
 
@@ -77,7 +77,7 @@ def test_the_stock_partition_is_read_and_measured_alike(function: Callable[..., 
     x, weight = chain_inputs()
     module, outputs = joint_graph(function, x, weight)
     sides = baseline_partition(module, [x, weight], outputs, None, None)
-    read = graph_peak(*sides, outputs, "cpu", "cpu")
+    read = graph_peak(*sides, outputs, "cpu", "cpu", {})
     assert read.peak_bytes == measured(*sides, outputs, [x, weight.detach()])
     assert read.boundary_bytes >= read.output_bytes > 0
 
@@ -107,16 +107,16 @@ def test_symbolic_sizes_among_the_saved_take_nothing() -> None:
     forward, backward = baseline_partition(module, [], outputs, None, None)
     taken = [node.meta["val"] for node in backward.graph.nodes if node.op == "placeholder"]
     assert any(isinstance(value, torch.SymInt) for value in taken)
-    dynamic = graph_peak(forward, backward, outputs, "cpu", "cpu")
+    dynamic = graph_peak(forward, backward, outputs, "cpu", "cpu", {})
     module, outputs = joint_graph(scaled, *chain_inputs(), dynamic=False)
-    static = graph_peak(*baseline_partition(module, [], outputs, None, None), outputs, "cpu", "cpu")
+    static = graph_peak(*baseline_partition(module, [], outputs, None, None), outputs, "cpu", "cpu", {})
     assert abs(dynamic.peak_bytes - static.peak_bytes) <= 64  # a scalar more or less
 
 
 def test_cuda_counts_by_its_granule() -> None:
     module, outputs = joint_graph(chain, *chain_inputs(rows=65, width=33))
     sides = baseline_partition(module, [], outputs, None, None)
-    plain, rounded = (graph_peak(*sides, outputs, "cpu", kind) for kind in ("cpu", "cuda"))
+    plain, rounded = (graph_peak(*sides, outputs, "cpu", kind, {}) for kind in ("cpu", "cuda"))
     assert isinstance(plain, GraphPeak)
     assert rounded.peak_bytes % 512 == 0
     assert rounded.peak_bytes > plain.peak_bytes

@@ -152,6 +152,22 @@ def test_an_impossible_budget_is_refused_by_the_first_call(checks: list[Schedule
     assert refused.value.minimum_bytes > 1 << 20
 
 
+def test_the_minimum_that_a_refusal_names_holds_once_lowered(checks: list[ScheduleCheck]) -> None:
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(512, 64)
+    with pytest.raises(fxhome.InfeasibleBudgetError) as refused:
+        step(model, x, backend=backend, options={"memory_budget": "1MiB", "inner": "inductor"})
+    torch._dynamo.reset()
+    minimum = refused.value.minimum_bytes
+    assert minimum is not None
+
+    step(model, x, backend=backend, options={"memory_budget": minimum, "inner": "inductor"})
+
+    (plan,) = fxhome.plans()
+    assert plan.budget_bytes == minimum
+    assert plan.predicted_peak_bytes <= minimum
+
+
 def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
