@@ -123,8 +123,15 @@ class _Chooser:
         if value.dtype not in _FLOATS:
             return NO_CODEC
         names = ("zvc", "zvc_exponent") if zero_share(node, self.zeros) >= MIN_ZERO_SHARE else ("exponent",)
-        offers = [self._variable_rate(name, node, storage, value.dtype) for name in names]
+        zeros, numel = zero_share(node, self.zeros), storage.copy_bytes // value.dtype.itemsize
+        offers = [
+            self._variable_rate(name, storage, value.dtype, assumed_bytes(name, numel, value.dtype, zeros))
+            for name in names
+        ]
         best = min(offers, key=self._round_trip_us)
+        if (seen := self.observed.get(storage.name)) is not None:
+            # What was seen is the size under the codec that the assumptions lead to: another one would give another.
+            best = self._variable_rate(best.swap, storage, value.dtype, seen)
         plain = StorageCodecs(link_bytes=storage.copy_bytes)
         pays = self.profile.kind == "cpu" or self._round_trip_us(best) < self._round_trip_us(plain)
         return best if pays else NO_CODEC
@@ -146,10 +153,8 @@ class _Chooser:
         times = self._kernels_us(name, storage, dtype, encoded)
         return StorageCodecs(name, name, size, *times, encoded, encoded, staged=True)
 
-    def _variable_rate(self, name: str, node: fx.Node, storage: StorageFacts, dtype: torch.dtype) -> StorageCodecs:
+    def _variable_rate(self, name: str, storage: StorageFacts, dtype: torch.dtype, expected: int) -> StorageCodecs:
         worst = buffer_bytes(name, storage.copy_bytes, dtype)
-        zeros, numel = zero_share(node, self.zeros), storage.copy_bytes // dtype.itemsize
-        expected = self.observed.get(storage.name, assumed_bytes(name, numel, dtype, zeros))
         size = allocated_bytes(worst, self.facts.planned_for)
         times = self._kernels_us(name, storage, dtype, expected)
         link = min(worst, round(expected / LINK_EFFICIENCY))

@@ -154,6 +154,7 @@ def test_what_was_seen_replaces_what_was_assumed_and_may_end_the_offer() -> None
     )
 
     assert plain // 8 < seen.link_bytes < assumed.link_bytes < plain
+    assert seen.swap == assumed.swap
     assert assumed.slot_bytes >= plain
     assert dense.swap == ""
 
