@@ -16,13 +16,13 @@ import resource
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks.search_problems import chain, dense, load_case, residual, transformer
 from benchmarks.search_report import TEXT, Row, draw
-from fxhome.passes.search import POLICIES, SearchResult, lower_bound, search
+from fxhome.passes.search import POLICIES, SearchResult, lower_bound, minimum_peak, search
 from fxhome.passes.search.seeds import Ingredients
 from fxhome.passes.simulate import Problem, evaluate
 
@@ -57,18 +57,19 @@ ABLATION = {
 Case = tuple[str, Problem, list[str]]
 
 
-def cases() -> Iterator[Case]:
-    """Synthetic problems, then every saved profile."""
+def cases(names: Sequence[str] = ()) -> Iterator[Case]:
+    """Synthetic problems, then every saved profile; only those named, if any are."""
     for name, make in SYNTHETIC.items():
-        problem, classes = make()
-        yield name, problem, classes
+        if not names or name in names:
+            yield name, *make()
     for path in sorted(PROFILES.glob("*.npz")):
-        yield path.stem, *load_case(path)
+        if not names or path.stem in names:
+            yield path.stem, *load_case(path)
 
 
-def _small_cases() -> Iterator[Case]:
+def _small_cases(names: Sequence[str]) -> Iterator[Case]:
     """Those on which the published searches run too."""
-    for case in cases():
+    for case in cases(names):
         if case[1].arrays.node_phase.shape[0] <= SEARCHED_NODES:
             yield case
 
@@ -91,11 +92,12 @@ def _row(name: str, share: float, step_us: float, result: SearchResult, bound_us
     }
 
 
-def quality(evaluations: int) -> list[Row]:
+def quality(evaluations: int, names: Sequence[str]) -> list[Row]:
     """Every policy at every budget of every model; the published searches get as many evaluations as ours may use."""
     rows = []
-    for name, problem, classes in cases():
+    for name, problem, classes in cases(names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
+        least = minimum_peak(problem)[0] / peak
         for share in SHARES:
             budget = int(share * peak)
             bound = lower_bound(problem, budget).step_us
@@ -103,15 +105,15 @@ def quality(evaluations: int) -> list[Row]:
                 if policy in SEARCHING and problem.arrays.node_phase.shape[0] > SEARCHED_NODES:
                     continue
                 result = search(problem, budget, policy=policy, max_evaluations=evaluations, storage_class=classes)
-                rows.append(_row(name, share, step, result, bound))
+                rows.append(_row(name, share, step, result, bound) | {"least": least})
             print(f"quality {name} {share}", file=sys.stderr)
     return rows
 
 
-def convergence(evaluations: int) -> list[Row]:
+def convergence(evaluations: int, names: Sequence[str]) -> list[Row]:
     """Best step against evaluations at 45 % of keep-all's peak."""
     rows = []
-    for name, problem, classes in _small_cases():
+    for name, problem, classes in _small_cases(names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         for policy in CURVES:
             result = search(
@@ -123,10 +125,10 @@ def convergence(evaluations: int) -> list[Row]:
     return rows
 
 
-def ablation(evaluations: int) -> list[Row]:
+def ablation(evaluations: int, names: Sequence[str]) -> list[Row]:
     """Each ingredient of the swarm left out, three seeds, equal evaluations, 45 % of keep-all's peak."""
     rows = []
-    for name, problem, classes in _small_cases():
+    for name, problem, classes in _small_cases(names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         budget = int(0.45 * peak)
         bound = lower_bound(problem, budget).step_us
@@ -151,8 +153,9 @@ def ablation(evaluations: int) -> list[Row]:
     return rows
 
 
-def scaling(evaluations: int) -> list[Row]:
+def scaling(evaluations: int, names: Sequence[str]) -> list[Row]:
     """10, 100 and 1,000 transformer layers at half of keep-all's peak."""
+    del names
     rows = []
     for layers in (10, 100, 1000):
         problem, classes = transformer(layers)
@@ -177,9 +180,9 @@ def scaling(evaluations: int) -> list[Row]:
     return rows
 
 
-def speed(evaluations: int) -> list[Row]:
+def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
     """Wall time of the default search (the best of several runs) and how close it comes to a long one."""
-    del evaluations  # the default search stops by itself
+    del evaluations, names  # the default search stops by itself, on the models that the aims are for
     rows = []
     for name, limit in SPEED_MODELS.items():
         problem, classes = load_case(PROFILES / f"{name}.npz")
@@ -210,7 +213,7 @@ def speed(evaluations: int) -> list[Row]:
     return rows
 
 
-SECTIONS: dict[str, Callable[[int], list[Row]]] = {
+SECTIONS: dict[str, Callable[[int, Sequence[str]], list[Row]]] = {
     "quality": quality,
     "convergence": convergence,
     "ablation": ablation,
@@ -224,7 +227,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated: " + ", ".join(SECTIONS))
     parser.add_argument("--evaluations", type=int, default=5000, help="most evaluations of each search")
+    parser.add_argument("--models", default="", help="comma-separated; all unless given (speed and scaling: their own)")
     options = parser.parse_args()
+    names = [name for name in options.models.split(",") if name]
     wanted = options.sections.split(",")
     unknown = [name for name in wanted if name not in SECTIONS]
     if unknown:
@@ -233,9 +238,10 @@ def main() -> None:
     saved = RESULTS / "search.json"
     found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
     for name in wanted:
-        found[name] = SECTIONS[name](options.evaluations)
+        found[name] = SECTIONS[name](options.evaluations, names)
         commands = found.setdefault("commands", {})
         commands[name] = f"python -m benchmarks.search --sections {name} --evaluations {options.evaluations}"
+        commands[name] += f" --models {options.models}" if names else ""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         found["machine"] = f"{cores} cores, {platform.machine()}, Python {platform.python_version()}"
         saved.write_text(json.dumps(found, indent=1) + "\n")
