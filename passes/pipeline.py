@@ -44,7 +44,7 @@ from fxhome.units import format_bytes
 log = logging.getLogger("fxhome.planner")
 
 LEAVE_ROOM_TRIALS = 6
-MAX_BOUND_DECISIONS = 1500
+MAX_BOUND_DECISIONS = 4000
 """The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
 T = TypeVar("T")
@@ -436,8 +436,11 @@ def _search(
         smallest, minimal = minimum_peak(problem, options.seed)
         if smallest > room and options.on_infeasible == "error":
             raise infeasible(problem, facts, minimal, smallest, budget, fixed, resident)
-        placement = minimal
-    result = simulate(problem, placement, room)
+        if options.policy == "pso":
+            placement = minimal
+        elif options.on_infeasible == "error":
+            raise policy_infeasible(options.policy, found.peak_bytes + fixed, budget, smallest + fixed)
+    result = simulate(problem, placement, room, synchronous=found.sync_transfers)
     stats = SearchStats(options.policy, options.seed, found.evaluations, found.seconds, found.stopped_by)
     return placement, result, stats, found.gap
 
@@ -466,6 +469,17 @@ def infeasible(
         minimum_bytes=minimum,
         budget_bytes=budget,
         holders=held,
+    )
+
+
+def policy_infeasible(policy: str, reached: int, budget: int, smallest: int) -> InfeasibleBudgetError:
+    """The refusal where some plan fits and the policy that was asked for does not find it."""
+    return InfeasibleBudgetError(
+        f"policy={policy!r} reaches {reached} bytes ({format_bytes(reached)}) and not memory_budget="
+        f"{format_bytes(budget)} ({budget} bytes), which policy='pso' can meet down to {smallest} bytes "
+        f"({format_bytes(smallest)}). Ask for at least {reached}, use policy='pso', or on_infeasible='best_effort'",
+        minimum_bytes=reached,
+        budget_bytes=budget,
     )
 
 
