@@ -259,10 +259,11 @@ def _patches(planned: Planned) -> dict[str, Any]:
         return {}
     moves = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in planned.plan.program)
     # Inductor may order compute for its own peak, but copies stand where the plan wants them.
-    pinned = {"reorder_for_peak_memory": False, "layout_optimization": False} if moves else {}
+    pinned = {"reorder_for_peak_memory": False} if moves else {}
     # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
     # serves as well.
-    return pinned | {"allow_buffer_reuse": False}
+    # Nor does a plan know of convolutions in another layout than the traced one: of their copies and their workspace.
+    return pinned | {"allow_buffer_reuse": False, "layout_optimization": False}
 
 
 class _Partitioner(CustomPartitionerFn):

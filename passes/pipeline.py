@@ -35,7 +35,6 @@ from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
-from fxhome.passes.torch_compat import optimizes_layout
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
@@ -206,13 +205,7 @@ def plan_graph(
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
     replay = find_replay(replays, facts)
-    # A tensor that moves keeps the layout it was traced with: where Inductor would choose another for convolutions,
-    # what can be met without moving anything is.
-    allow: Collection[str] = options.allow
-    stays = fusing and facts.planned_for == "cuda" and replay is None and not situation.smallest
-    if stays and "recompute" in allow and optimizes_layout(work):
-        allow = {"recompute"}
-    codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
+    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -220,7 +213,7 @@ def plan_graph(
             facts,
             costs,
             link_of(profile),
-            allow,
+            options.allow,
             codecs=codecs,
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
@@ -250,11 +243,6 @@ def plan_graph(
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
 
-    if len(allow) < len(options.allow) and minimum_peak(problem, options.seed)[0] > budget - fixed:
-        allow = options.allow
-        codecs = choose_codecs(work, facts, profile, allow, lossy=options.lossy, observed=seen)
-        problem = assemble(between_bytes)
-        alone = assemble(0) if between_bytes else problem
     if situation.leave_room:
         problem = _saving_least(problem, assemble, budget - fixed)
 

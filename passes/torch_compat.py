@@ -111,13 +111,3 @@ def frugal_benchmarks() -> Iterator[None]:
         own.pop("L2_cache_size")
         if before is not None:
             own["L2_cache_size"] = before
-
-
-def optimizes_layout(module: GraphModule) -> bool:
-    """Whether Inductor would run convolutions channels-last that were traced otherwise."""
-    convolutions = module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
-    values = [node.meta["val"] for node in convolutions]
-    if all(value.dim() != 4 or value.is_contiguous(memory_format=torch.channels_last) for value in values):
-        return False
-    graph: Any = importlib.import_module("torch._inductor.graph")
-    return bool(graph.GraphLowering.decide_layout_opt(module, is_inference=False))
