@@ -133,7 +133,7 @@ def test_a_bad_cache_file_is_measured_again_with_a_warning(
     cache: Path, measurements: list[str], monkeypatch: pytest.MonkeyPatch, damage: str
 ) -> None:
     cached_profile("cpu")
-    (path,) = cache.iterdir()
+    (path,) = cache.glob("device-*.json")
     path.write_text(PROFILE.to_json() if damage == "another device" else damage, encoding="utf-8")
     monkeypatch.setattr(device_module, "_measured", {})
     with pytest.warns(RuntimeWarning, match="measuring again"):
