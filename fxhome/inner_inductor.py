@@ -27,6 +27,7 @@ from fxhome.passes.inductor_check import MeasuredError, OverLimitError, Schedule
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_dynamo_module
+from fxhome.placement import Plan
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
@@ -66,6 +67,8 @@ def compile_inductor(
             call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
         except OverLimitError as found:
             call, predicted = None, _resident_peak(planned, situation, found)
+        if planned.is_baseline and planned.plan.asked.endswith("%"):
+            planned.plan = _share_of_lowered(planned.plan, predicted)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
@@ -83,6 +86,14 @@ def compile_inductor(
         situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
     raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))
+
+
+def _share_of_lowered(plan: Plan, lowered_bytes: int) -> Plan:
+    """The baseline's plan with a budget that is a share of what the baseline turned out to need, not of the model's."""
+    if lowered_bytes <= plan.baseline_peak_bytes:
+        return plan
+    budget_bytes = plan.budget_bytes * lowered_bytes // plan.baseline_peak_bytes + 1
+    return replace(plan, budget_bytes=budget_bytes, baseline_peak_bytes=lowered_bytes)
 
 
 def _with_lowered_minimum(

@@ -143,6 +143,8 @@ class ManagedGraph:
             self._add_variant(self._first_resident)
         except FxhomeError as error:
             # Its traceback would keep the whole step, model and batch included, alive for as long as it is remembered.
+            # So would that of an error which it replaced.
+            error.__context__ = error.__cause__ = None
             self.refusal = error.with_traceback(None)
 
     def _situation(self, resident_bytes: int) -> Situation:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -122,7 +123,12 @@ def test_where_only_swapping_would_do_there_is_one_error_and_nothing_ran(suppres
         assert "Raise host_budget" in str(bad.value)
         del bad
     assert all(parameter.grad is None for parameter in model.parameters())
+    # What is remembered of the refusal, and of the one that it replaced, holds neither model nor batch.
+    batch = weakref.ref(x)
+    del model, x, compiled
+    torch._dynamo.reset()
     gc.collect()
+    assert batch() is None
     assert host_pool().status().reserved_bytes == 0
 
 
