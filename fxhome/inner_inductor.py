@@ -51,14 +51,14 @@ def compile_inductor(
     for attempt in range(MAX_REPLANS + 1):
         if attempt == MAX_REPLANS:
             # Nothing faster fits once lowered: the smallest plan does, if the budget can be met at all.
-            situation = replace(first, smallest=True, settled_bytes=situation.settled_bytes)
+            situation = _for_the_smallest(first, situation)
         try:
             planned = _plan_only(gm, example_inputs, plan_step, situation)
         except InfeasibleBudgetError as refusal:
             if attempt == 0:
                 raise _with_lowered_minimum(refusal, gm, example_inputs, plan_step, situation) from None
             # With the margin that an earlier lowering asked for nothing fits by the model: only the smallest is left.
-            situation = replace(first, smallest=True, settled_bytes=situation.settled_bytes)
+            situation = _for_the_smallest(first, situation)
             planned = _plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
@@ -86,6 +86,11 @@ def compile_inductor(
         situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
     raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))
+
+
+def _for_the_smallest(first: Situation, latest: Situation) -> Situation:
+    """The first situation, without the margins that lowerings asked for, and the budget that the latest came to."""
+    return replace(first, smallest=True, settled_bytes=latest.settled_bytes)
 
 
 def _share_of_lowered(plan: Plan, lowered_bytes: int) -> Plan:

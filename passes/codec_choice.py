@@ -122,8 +122,8 @@ class _Chooser:
             return self._fixed_rate(fixed, storage, value.dtype)
         if value.dtype not in _FLOATS:
             return NO_CODEC
-        names = ("zvc", "zvc_exponent") if zero_share(node, self.zeros) >= MIN_ZERO_SHARE else ("exponent",)
         zeros, numel = zero_share(node, self.zeros), storage.copy_bytes // value.dtype.itemsize
+        names = ("zvc", "zvc_exponent") if zeros >= MIN_ZERO_SHARE else ("exponent",)
         offers = [
             self._variable_rate(name, storage, value.dtype, assumed_bytes(name, numel, value.dtype, zeros))
             for name in names
