@@ -10,10 +10,12 @@ import numpy as np
 from scipy.optimize import Bounds, LinearConstraint, milp
 
 from fxhome.passes.search.evaluator import base_placement
-from fxhome.passes.search.relaxation import Relaxation, choose_anchors, relax_problem
+from fxhome.passes.search.flow import Flow, read_flow
+from fxhome.passes.search.relaxation import Relaxation, relax_problem
 from fxhome.passes.search.result import Placements
-from fxhome.passes.search.structure import Float64, Structure, instruction_times, read_structure
+from fxhome.passes.search.structure import Bool, Float64, Int32, Int64, Structure, instruction_times, read_structure
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, PLACEMENTS, RECOMPUTE, SWAP, Problem, simulate
+from fxhome.passes.simulate_kernels import BACKWARD
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
 _SLACK = 1e-6
@@ -37,10 +39,13 @@ def lower_bound(
     budget_bytes: int,
     *,
     structure: Structure | None = None,
+    flow: Flow | None = None,
     milp_seconds: float = 0.0,
     rounds: int = 3,
     max_anchors: int | None = None,
     start_anchors: tuple[int, ...] = (),
+    held: bool = False,
+    no_swap: Bool | None = None,
 ) -> Bound:
     """Bound the step time of any placement whose peak is within `budget_bytes`.
 
@@ -49,19 +54,20 @@ def lower_bound(
     milp_seconds: 0 solves the linear relaxation alone, deterministically; above it the integer program may raise it.
     """
     s = structure or read_structure(problem)
+    flow = flow or read_flow(s)
     base = simulate(problem, problem.keep_all(), budget_bytes)
     room = max_anchors if max_anchors is not None else max(3, min(12, 5000 // max(1, int(s.reachable.sum()))))
     anchors = list(start_anchors)
     if not anchors:
-        anchors = choose_anchors(s, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
+        anchors = _choose_anchors(s, flow, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
     best = 0.0
     for _ in range(rounds):
-        relaxation = relax_problem(s, budget_bytes, anchors)
+        relaxation = relax_problem(s, flow, budget_bytes, anchors, held=held, no_swap=no_swap)
         step, x = _solve(relaxation, 0.0)
         best = max(best, step)
         if x is None:
             break
-        more = _tight_places(s, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
+        more = _tight_places(s, flow, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
         if not more or len(anchors) >= room:
             break
         anchors = sorted({*anchors, *more[: room - len(anchors)]})
@@ -76,14 +82,19 @@ def lower_bound(
 
 
 def _shares(r: Relaxation, problem: Problem, x: Float64) -> Float64:
-    count = r.storages.shape[0]
     shares = np.zeros((problem.num_storages, PLACEMENTS))
     rows = r.storages
-    shares[rows, KEEP], shares[rows, SWAP], shares[rows, COMPRESS] = x[: 3 * count].reshape(3, count)
-    shares[rows, RECOMPUTE] = np.where(r.again_root >= 0, x[np.maximum(r.again_root, 0)], 0.0)
+    for choice, columns in ((KEEP, r.kept), (SWAP, r.swapped), (COMPRESS, r.encoded), (RECOMPUTE, r.again_root)):
+        shares[rows, choice] = _values(x, columns)
+    shares[r.free, KEEP] = 1.0
     only_small = ~problem.allowed[:, SWAP]
     shares[only_small, COMPRESS_SWAP] = shares[only_small, SWAP]
     return np.where(problem.allowed, shares, -1.0)
+
+
+def _values(x: Float64, columns: Int64) -> Float64:
+    """x at the columns; 0 where there is none."""
+    return np.where(columns >= 0, x[columns], 0.0)
 
 
 def rounded(s: Structure, shares: Float64, rng: np.random.Generator | None = None) -> Placements:
@@ -98,7 +109,36 @@ def rounded(s: Structure, shares: Float64, rng: np.random.Generator | None = Non
     return placement
 
 
-def _tight_places(s: Structure, budget: int, placement: Placements, known: list[int]) -> list[int]:
+def _choose_anchors(
+    s: Structure, flow: Flow, budget: int, curve: Int64, program: Int32, forward: int, most: int
+) -> list[int]:
+    """Backward and forward node ids to hold the budget at: spread over where keep-all is over the budget.
+
+    The place between forward and backward is always held and is not listed.
+    """
+    over = np.flatnonzero(curve[: program.shape[0]] > budget)
+    over = over[_every_program_runs(s, flow, program[over])]
+    if over.shape[0] == 0 or most == 0:
+        return []
+    inside = over[(over != forward)]
+    behind, ahead = inside[inside > forward], inside[inside < forward]
+    picked: list[int] = []
+    for part, count in ((behind, most - most // 3), (ahead, most // 3)):
+        if part.shape[0] and count:
+            at = np.linspace(0, part.shape[0] - 1, count + 2)[1:-1].astype(int)
+            picked += [int(program[p]) for p in part[at]]
+    if inside.shape[0]:
+        picked.append(int(program[inside[np.argmax(curve[inside])]]))
+    return sorted(set(picked))
+
+
+def _every_program_runs(s: Structure, flow: Flow, nodes: Int32) -> Bool:
+    """Which of the nodes may be anchors: those of the backward, and of the forward those that nothing lets it skip."""
+    found: Bool = flow.certain[nodes] | (s.problem.arrays.node_phase[nodes] == BACKWARD)
+    return found
+
+
+def _tight_places(s: Structure, flow: Flow, budget: int, placement: Placements, known: list[int]) -> list[int]:
     """Where the rounded solution is over the budget or waits for memory: node ids for further anchors, worst first."""
     result = simulate(s.problem, placement, budget)
     program, total = result.program, result.program.shape[0]
@@ -109,10 +149,12 @@ def _tight_places(s: Structure, budget: int, placement: Placements, known: list[
     over = np.maximum(0, result.curve[:total] - budget)
     places = [int(p) for p in np.argsort(-over, kind="stable")[:2] if over[p] > 0]
     places += [int(p) for p in np.argsort(-wait[:total], kind="stable")[:3] if wait[p] > 1.0]
+    anchored = (result.recomputed == 0) & (program < nodes)
+    anchored[anchored] = _every_program_runs(s, flow, program[anchored])
     found: list[int] = []
     for p in places:
         q = p
-        while q < total and (result.recomputed[q] or program[q] >= nodes):
+        while q < total and not anchored[q]:
             q += 1
         if q < total and int(program[q]) not in known and int(program[q]) not in found:
             found.append(int(program[q]))

@@ -15,8 +15,17 @@ contains; off is the part of a swapped storage that is off the device there. Eve
            encode and decode run on one engine;
            every `again` comes after the forward ends.
 
-What a KEEP storage does while nobody demands it costs nothing, so `kept` means kept and demanded. Recomputation
-transients, waits that do not overlap and the duplex slowdown are left out: they only add. Hence the optimum of the
+With `held`, an anchor of the backward also sees what is rebuilt: of each node v that may be needed behind the anchor,
+before_v ("run again for it or before it"), behind_v ("run again behind it") and held_v ("rebuilt, and alive there"):
+
+  demand   saved_s + before_root(s) >= before_v, and = 1 for a node of the backward up to the anchor;
+           saved_s + held_root(s) + behind_root(s) >= behind_v, and = 1 for one behind it; held_v <= before_v
+  memory   + held bytes at the anchor
+  compute  a node runs again before_v + behind_v times: what is not held across the anchor runs twice
+
+What a KEEP storage does while nobody demands it costs nothing, so `kept` means kept and demanded. Memory between the
+anchors, waits that do not overlap and the duplex slowdown are left out, and so are the bytes of storages that together
+are a tiny part of the budget: they count as kept for nothing. All of that only adds. Hence the optimum of the
 relaxation is never above the step of a placement that fits.
 """
 
@@ -26,22 +35,26 @@ import numpy as np
 import numpy.typing as npt
 from scipy import sparse
 
-from fxhome.passes.search.structure import Bool, Float64, Int32, Int64, Structure
+from fxhome.passes.search.flow import Flow, needed_behind, read_at
+from fxhome.passes.search.linear_program import LinearProgram, Part
+from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, OWNER, VIRTUAL
-
-Part = tuple[Int64, Float64 | float]
+from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, OWNER, VIRTUAL
 
 MIB = float(1 << 20)
 CHAIN_CUTS = 120
+ANCHOR_CUTS = 12
 TIDY = 1e-5
+TINY_SHARE = 5e-4  # of the budget: what the storages that are left out have together
+BOUNDARY = -1  # the anchor between forward and backward
 
 
 @dataclass(frozen=True, eq=False)
 class Relaxation:
-    """Minimise cost @ x with matrix @ x >= low and 0 <= x <= upper; x starts with kept, swapped, encoded per storage.
+    """Minimise cost @ x with matrix @ x >= low and 0 <= x <= upper.
 
-    again_root: column of `again` of each storage's root, or -1. slack: the optimum less this bounds the step.
+    kept, swapped, encoded, again_root: per entry of `storages` its column, -1 where there is none. free: storages left
+    out. slack: the optimum less this bounds the step.
     """
 
     cost: Float64
@@ -50,294 +63,311 @@ class Relaxation:
     upper: Float64
     integral: npt.NDArray[np.uint8]
     storages: Int64
+    kept: Int64
+    swapped: Int64
+    encoded: Int64
     again_root: Int64
+    free: Bool
     slack: float
 
 
 @dataclass(frozen=True, eq=False)
-class _Facts:
-    certain: Bool
-    last_forward: Int64
-    forward_output: Bool
-    reader_edges: tuple[Int64, Int64]
+class _Behind:
+    """Columns of one anchor: by node id (-1: not needed behind it), and `there` by entry of `storages`."""
+
+    before: Int64
+    behind: Int64
+    held: Int64
+    there: Int64
 
 
-def _facts(s: Structure) -> _Facts:
-    """Forward nodes that every program runs; last certain forward reader of each storage; storages that are outputs."""
-    g = s.problem.arrays
-    n = g.node_phase.shape[0]
-    counts = np.diff(g.read_start)
-    reader = np.repeat(np.arange(n), counts)
-    source = g.read_node.astype(np.int64)
-    forward = g.node_phase == FORWARD
-    certain = forward & (g.node_must_forward != 0)
-    for v in range(n - 1, -1, -1):
-        if certain[v]:
-            certain[g.read_node[g.read_start[v] : g.read_start[v + 1]]] = True
-    certain &= forward
-    reach = np.full(n, -1, np.int64)
-    for v in range(n - 1, -1, -1):
-        if not certain[v]:
-            continue
-        through = max(v, int(reach[v])) if g.node_kind[v] == ALIAS else v
-        sources = g.read_node[g.read_start[v] : g.read_start[v + 1]]
-        reach[sources] = np.maximum(reach[sources], through)
-    owner = g.storage_owner.astype(np.int64)
-    last = np.maximum(reach[g.storage_root], owner)
-    output = np.zeros(s.problem.num_storages, np.bool_)
-    of = g.root_storage[g.forward_output]
-    output[of[of >= 0]] = True
-    return _Facts(certain, last, output, (reader.astype(np.int64), source))
+class _Builder:
+    """Builds the program: the parts common to all anchors first, then one anchor after the other."""
 
+    def __init__(self, s: Structure, flow: Flow, budget: int, no_swap: Bool | None) -> None:
+        problem, g, link = s.problem, s.problem.arrays, s.problem.link
+        self.s, self.flow, self.g, self.budget = s, flow, g, budget
+        self.nodes_total = g.node_phase.shape[0]
+        self.free = _tiny(s, budget)
+        self.storages = st = np.flatnonzero(s.reachable & ~self.free)
+        self.index = np.full(problem.num_storages, -1, np.int64)
+        self.index[st] = np.arange(st.shape[0])
+        allowed = problem.allowed[st]
+        may_swap = allowed[:, SWAP] | allowed[:, COMPRESS_SWAP]
+        if no_swap is not None:
+            may_swap &= ~no_swap[st]
+        self.rebuildable = problem.allowed[:, RECOMPUTE] | problem.allowed[:, RECOMPUTE_EACH]
+        forward = g.node_phase == FORWARD
+        self.nodes = np.flatnonzero(s.reachable_node & forward & ~flow.seen_through)
+        self.optional = self.nodes[~flow.certain[self.nodes]]
+        self.lp = lp = LinearProgram()
+        self.kept = lp.shares(allowed[:, KEEP])
+        self.swapped = lp.shares(may_swap)
+        self.encoded = lp.shares(allowed[:, COMPRESS])
+        self.again = np.full(self.nodes_total, -1, np.int64)
+        self.again[self.nodes] = lp.shares(np.ones(self.nodes.shape[0], np.bool_))
+        self.once = np.full(self.nodes_total, -1, np.int64)
+        self.once[self.optional] = lp.shares(np.ones(self.optional.shape[0], np.bool_))
+        self.more = np.full(self.nodes_total, -1, np.int64)  # runs beyond the first again
+        self.step = lp.amounts(1)
 
-def choose_anchors(s: Structure, budget: int, curve: Int64, program: Int32, forward: int, most: int) -> list[int]:
-    """Backward and forward node ids to hold the budget at: spread over where keep-all is over the budget.
+        self.size = g.storage_bytes[st].astype(float)
+        self.squeezed = np.minimum(self.size, g.storage_encoded_bytes[st])
+        self.virtual = g.node_kind[g.storage_root[st]] == VIRTUAL
+        # COMPRESS_SWAP may move fewer bytes, and hold fewer while it waits for its copy.
+        small = allowed[:, COMPRESS_SWAP]
+        self.leaving_bytes = np.where(small, self.squeezed, self.size)
+        moved = np.minimum(g.storage_copy_bytes[st], np.where(small, g.storage_link_bytes[st], 1 << 62))
+        self.out_us = link.latency_us + moved * link.d2h_us_per_byte
+        self.in_us = link.latency_us + moved * link.h2d_us_per_byte
+        self.forward_us = float(g.node_time_us[flow.certain].sum())
+        self.backward_us = float(g.node_time_us[g.node_phase == BACKWARD].sum())
+        self.first = s.first_reader[st].astype(np.int64)
+        self.last = s.last_reader[st].astype(np.int64)
+        self.owner = g.storage_owner[st].astype(np.int64)
+        self.output = flow.is_output[st]
+        outputs = flow.is_output
+        self.output_bytes = float(g.storage_bytes[outputs].sum())
+        self.demand = self._edges()
 
-    The place between forward and backward is always held and is not listed.
-    """
-    over = np.flatnonzero(curve[: program.shape[0]] > budget)
-    if over.shape[0] == 0 or most == 0:
-        return []
-    inside = over[(over != forward)]
-    behind, ahead = inside[inside > forward], inside[inside < forward]
-    picked: list[int] = []
-    for part, count in ((behind, most - most // 3), (ahead, most // 3)):
-        if part.shape[0] and count:
-            at = np.linspace(0, part.shape[0] - 1, count + 2)[1:-1].astype(int)
-            picked += [int(program[p]) for p in part[at]]
-    if inside.shape[0]:
-        picked.append(int(program[inside[np.argmax(curve[inside])]]))
-    return sorted(set(picked))
+    def _edges(self) -> tuple[Int64, Int64, Int64, Bool]:
+        """(reader, source, storage read or -1, whether it must be saved for it) of what the backward demands."""
+        reader, source = self.flow.reader, self.flow.source
+        of = self.g.root_storage[source].astype(np.int64)
+        real = ~((of >= 0) & self.free[of])
+        reader, source, of = reader[real], source[real], of[real]
+        return reader, source, of, (of >= 0) & ~self.rebuildable[of]
 
+    def saved(self, of: Int64) -> list[Int64]:
+        """Columns of the three ways in which storages `of` may be saved."""
+        at = np.where(of >= 0, self.index[of], -1)
+        return [np.where(at >= 0, columns[at], -1) for columns in (self.kept, self.swapped, self.encoded)]
 
-def relax_problem(s: Structure, budget: int, anchors: list[int], cuts: int = 12) -> Relaxation:
-    """Build the relaxation for `budget` bytes at the boundary and at `anchors` (node ids)."""
-    problem, g, link = s.problem, s.problem.arrays, s.problem.link
-    facts = _facts(s)
-    n = g.node_phase.shape[0]
-    forward = g.node_phase == FORWARD
-    backward = g.node_phase == BACKWARD
-    storages = np.flatnonzero(s.reachable)
-    count = storages.shape[0]
-    index = np.full(problem.num_storages, -1, np.int64)
-    index[storages] = np.arange(count)
-    nodes = np.flatnonzero(s.reachable_node & forward)
-    again = np.full(n, -1, np.int64)
-    again[nodes] = 3 * count + np.arange(nodes.shape[0])
-    places = 1 + len(anchors)
-    # Forward nodes that run in the forward only where something saved needs them.
-    optional = nodes[~facts.certain[nodes]]
-    once = np.full(n, -1, np.int64)
-    once[optional] = 3 * count + nodes.shape[0] + np.arange(optional.shape[0])
-    off0 = 3 * count + nodes.shape[0] + optional.shape[0]
-    start0 = off0 + places * count
-    step = start0 + places
-    total = step + 1
-    kept, swapped, encoded = np.arange(count), count + np.arange(count), 2 * count + np.arange(count)
+    def common(self) -> None:
+        """Demand, and what of the forward runs at all."""
+        lp, count = self.lp, self.storages.shape[0]
+        lp.add([self.kept, self.swapped, self.encoded], [-1.0, -1.0, -1.0], np.full(count, -1.0))
+        reader, source, of, stuck = self.demand
+        backward = self.g.node_phase[reader] == BACKWARD
+        one = np.where(backward, 1.0, 0.0)
+        rebuilt = np.where(stuck, -1, self.again[source])
+        asked = np.where(backward, -1, self.again[reader])
+        lp.add([*self.saved(of), rebuilt, asked], [1.0, 1.0, 1.0, 1.0, -1.0], one)
+        # saved_s <= once(root of s), and once passes on to what a node reads
+        roots = self.g.storage_root[self.storages]
+        mine = np.flatnonzero(self.once[roots] >= 0)
+        columns = [self.once[roots[mine]], self.kept[mine], self.swapped[mine], self.encoded[mine]]
+        lp.add(columns, [1.0, -1.0, -1.0, -1.0], np.zeros(mine.shape[0]))
+        once_reader, once_source = self.once[self.flow.once_reader], self.once[self.flow.once_source]
+        both = (once_reader >= 0) & (once_source >= 0)
+        lp.add([once_source[both], once_reader[both]], [1.0, -1.0], np.zeros(int(both.sum())))
 
-    allowed = problem.allowed[storages]
-    upper = np.ones(step)
-    upper[kept] = allowed[:, KEEP]
-    upper[swapped] = allowed[:, SWAP] | allowed[:, COMPRESS_SWAP]
-    upper[encoded] = allowed[:, COMPRESS]
-    upper[start0:] = np.inf
-    rebuildable = problem.allowed[:, RECOMPUTE] | problem.allowed[:, RECOMPUTE_EACH]
-    rows: list[Int64] = []
-    cols: list[Int64] = []
-    values: list[Float64] = []
-    low: list[Float64] = []
-    used = 0
+    def behind(self, anchor: int, off: Int64, needed: Bool) -> _Behind:
+        """Columns and demand of what is rebuilt before and behind an anchor of the backward.
 
-    def add(columns: Int64, coefficients: Float64, bound: Float64) -> None:
-        """Append rows: columns and coefficients are [rows, terms], negative columns are dropped."""
-        nonlocal used
-        where = np.repeat(np.arange(columns.shape[0]) + used, columns.shape[1])
-        flat, weight = columns.ravel(), np.broadcast_to(coefficients, columns.shape).ravel()
-        good = flat >= 0
-        rows.append(where[good])
-        cols.append(flat[good])
-        values.append(weight[good])
-        low.append(bound)
-        used += columns.shape[0]
-
-    def add_one(parts: list[Part], bound: float) -> None:
-        columns = np.concatenate([p[0] for p in parts])
-        weights = np.concatenate([np.broadcast_to(np.asarray(p[1], float), p[0].shape) for p in parts])
-        add(columns[None, :], weights[None, :], np.array([bound]))
-
-    # saved <= 1
-    add(np.stack([kept, swapped, encoded], 1), np.array([[-1.0, -1.0, -1.0]]), np.full(count, -1.0))
-    # demand
-    reader, source = facts.reader_edges
-    source = g.backward_alias[source].astype(np.int64)
-    mask = forward[source] & (backward[reader] | (forward[reader] & (again[reader] >= 0)))
-    reader, source = reader[mask], source[mask]
-    of = g.root_storage[source].astype(np.int64)
-    saved_at = np.where(of >= 0, index[of], -1)
-    columns = np.stack(
-        [
-            np.where(saved_at >= 0, saved_at, -1),
-            np.where(saved_at >= 0, count + saved_at, -1),
-            np.where(saved_at >= 0, 2 * count + saved_at, -1),
-            again[source],
-            np.where(backward[reader], -1, again[reader]),
-        ],
-        1,
-    )
-    add(columns, np.array([[1.0, 1.0, 1.0, 1.0, -1.0]]), np.where(backward[reader], 1.0, 0.0))
-    # A storage that may not be rebuilt must be saved for every reader that demands it.
-    stuck = (of >= 0) & ~rebuildable[of]
-    if stuck.any():
-        columns = columns[stuck].copy()
-        columns[:, 3] = -1
-        add(columns, np.array([[1.0, 1.0, 1.0, 1.0, -1.0]]), np.where(backward[reader[stuck]], 1.0, 0.0))
-
-    # optional: saved_s <= once(root of s), and once passes on to what a node reads
-    roots = g.storage_root[storages]
-    mine = np.flatnonzero(once[roots] >= 0)
-    columns = np.stack([once[roots[mine]], kept[mine], swapped[mine], encoded[mine]], 1)
-    add(columns, np.array([[1.0, -1.0, -1.0, -1.0]]), np.zeros(mine.shape[0]))
-    of_reader, of_source = facts.reader_edges
-    both = (once[of_reader] >= 0) & (once[of_source] >= 0)
-    columns = np.stack([once[of_source[both]], once[of_reader[both]]], 1)
-    add(columns, np.array([[1.0, -1.0]]), np.zeros(columns.shape[0]))
-
-    size = g.storage_bytes[storages].astype(float)
-    squeezed = np.minimum(size, g.storage_encoded_bytes[storages])
-    virtual = g.node_kind[g.storage_root[storages]] == VIRTUAL
-    time = g.node_time_us
-    out_us = link.latency_us + g.storage_copy_bytes[storages] * link.d2h_us_per_byte
-    in_us = link.latency_us + g.storage_copy_bytes[storages] * link.h2d_us_per_byte
-    # COMPRESS_SWAP may move fewer bytes, and hold fewer while it waits for its copy.
-    small = allowed[:, COMPRESS_SWAP]
-    staged = np.where(small, squeezed, size)
-    moved = np.minimum(g.storage_copy_bytes[storages], g.storage_link_bytes[storages])
-    out_us = np.where(small, link.latency_us + moved * link.d2h_us_per_byte, out_us)
-    in_us = np.where(small, link.latency_us + moved * link.h2d_us_per_byte, in_us)
-    decode_us = g.storage_decode_us[storages].astype(np.float64)
-    node_us = time[nodes].astype(np.float64)
-    codec_us = decode_us + g.storage_encode_us[storages]
-    forward_us = float(time[facts.certain].sum())
-    backward_us = float(time[backward].sum())
-    certain_until = np.cumsum(np.where(facts.certain, time, 0.0))
-    backward_from = np.cumsum(np.where(backward, time, 0.0)[::-1])[::-1]
-    first = s.first_reader[storages].astype(np.int64)
-    last = s.last_reader[storages].astype(np.int64)
-    owner = g.storage_owner[storages].astype(np.int64)
-    last_forward = facts.last_forward[storages]
-    is_output = facts.forward_output[storages] & ~virtual
-    outputs = np.flatnonzero(facts.forward_output)
-    outputs = outputs[g.node_kind[g.storage_root[outputs]] != VIRTUAL]
-    output_bytes = float(g.storage_bytes[outputs].sum())
-    backward_alive = _backward_alive(s)
-
-    for place, anchor in enumerate([-1, *anchors]):
-        off = off0 + place * count + np.arange(count)
-        start = np.array([start0 + place])
-        fixed = 0.0
-        if anchor < 0:
-            # Between the graphs: everything saved, the forward's outputs, the tangents.
-            here, can_leave = ~is_output, ~is_output
-            fixed += output_bytes
-            fixed += float(g.storage_bytes[g.tangent_storage].sum()) + float(g.outside_bytes.sum())
-            compute_before, compute_at = forward_us, 0.0
-            encoded_here = here
-        elif forward[anchor]:
-            working = (owner <= anchor) & (last_forward >= anchor) & facts.certain[owner] & ~virtual
-            here = (owner < anchor) & ~working & ~is_output
-            can_leave = here
-            own = 0 if g.node_kind[anchor] != OWNER else int(g.storage_bytes[g.storage_owner == anchor].sum())
-            fixed += float(size[working & (owner < anchor)].sum() + own + g.node_workspace[anchor])
-            compute_before, compute_at = float(certain_until[anchor] - time[anchor]), float(time[anchor])
-            encoded_here = here
-        else:
-            read = _read_now(s, anchor)[storages] & ~virtual
-            here = (last > anchor) & ~read & ~is_output
-            can_leave = here & (first > anchor)
-            fixed += float(size[read & ~is_output].sum() + output_bytes)
-            fixed += float(g.node_workspace[anchor] + backward_alive[anchor]) + float(g.outside_bytes[0])
-            compute_before = forward_us + float(backward_from[np.flatnonzero(backward)[0]] - backward_from[anchor])
-            compute_at = float(time[anchor])
-            encoded_here = here & (first > anchor)
-        upper[off[~can_leave]] = 0.0
-        add(np.stack([off, swapped], 1), np.array([[-1.0, 1.0]]), np.zeros(count))
-        held = np.flatnonzero(here)
-        kept_encoded = np.where(encoded_here[held], squeezed[held], size[held])
-        add_one(
-            [
-                (kept[held], -size[held] / MIB),
-                (swapped[held], -staged[held] / MIB),
-                (off[held], staged[held] / MIB),
-                (encoded[held], -kept_encoded / MIB),
-            ],
-            (fixed - budget) / MIB,
+        needed: the nodes that may be needed behind it. A storage that no node of the backward reads there is alive at
+        the anchor where something rebuilt behind it reads it: `there`.
+        """
+        lp, g = self.lp, self.g
+        reader, source, of, stuck = self.demand
+        there = lp.shares(needed[g.storage_root[self.storages]] & (self.last <= anchor))
+        quiet = np.flatnonzero(there >= 0)
+        columns = [there[quiet], self.kept[quiet], self.swapped[quiet], off[quiet]]
+        lp.add(columns, [-1.0, 1.0, 1.0, -1.0], np.zeros(quiet.shape[0]))
+        here = needed & (self.again >= 0)
+        here[g.storage_root[self.storages[~self.rebuildable[self.storages]]]] = False
+        before, behind, held = (lp.shares(here) for _ in range(3))
+        mine = here[source] & ~stuck
+        reader, source, of = reader[mine], source[mine], of[mine]
+        backward = g.node_phase[reader] == BACKWARD
+        early = ~backward | (reader <= anchor)
+        one = np.where(backward, 1.0, 0.0)
+        # What is not needed behind the anchor runs again, if at all, before it.
+        asked = np.where(backward, -1, np.where(here[reader], before[reader], self.again[reader]))
+        lp.add(
+            [*(c[early] for c in self.saved(of)), before[source[early]], asked[early]],
+            [1.0, 1.0, 1.0, 1.0, -1.0],
+            one[early],
         )
-        # compute before the anchor
+        late = np.where(backward, reader > anchor, here[reader])
+        asked = np.where(backward, -1, behind[reader])
+        at = np.where(of >= 0, self.index[of], -1)
+        indirect = (at >= 0) & (there[at] >= 0)
+        kept, swapped, encoded = self.saved(of)
+        kept = np.where(indirect, there[at], kept)
+        swapped = np.where(indirect, off[at], swapped)
+        lp.add(
+            [c[late] for c in (kept, swapped, encoded, held[source], behind[source], asked)],
+            [1.0, 1.0, 1.0, 1.0, 1.0, -1.0],
+            one[late],
+        )
+        these = np.flatnonzero(here)
+        none = np.zeros(these.shape[0])
+        lp.add([before[these], held[these]], [1.0, -1.0], none)
+        fresh = these[(self.more[these] < 0) & (g.node_time_us[these] > 0)]
+        self.more[fresh] = lp.amounts(fresh.shape[0])
+        timed = these[g.node_time_us[these] > 0]
+        columns = [self.again[timed], self.more[timed], before[timed], behind[timed]]
+        lp.add(columns, [1.0, 1.0, -1.0, -1.0], np.zeros(timed.shape[0]))
+        return _Behind(before, behind, held, there)
+
+    def anchor(self, anchor: int, start: Int64, see_rebuilt: bool) -> _Behind | None:
+        """Memory, compute and copies at one anchor; the columns of what is rebuilt there, where it is to be seen."""
+        lp, g, flow, s = self.lp, self.g, self.flow, self.s
+        rebuilt: _Behind | None = None
+        time, size = g.node_time_us, self.size
         parts: list[Part] = [(start, 1.0)]
-        if anchor < 0 or backward[anchor]:
-            parts.append((once[optional], -time[optional].astype(np.float64)))
-        if anchor >= 0 and backward[anchor]:
-            sure = s.first_reader[g.root_storage[nodes]] if nodes.shape[0] else nodes
-            known = (g.root_storage[nodes] >= 0) & (sure >= 0) & (sure <= anchor)
-            parts.append((again[nodes[known]], -time[nodes[known]]))
-        add_one(parts, compute_before)
-        # copies out before it, by cuts in production order; copies in after it, by deadlines
-        leaving = np.flatnonzero(can_leave & (upper[swapped] > 0))
-        if leaving.shape[0] == 0:
-            continue
-        deadline = np.where(first[leaving] >= 0, first[leaving], n)
-        most = CHAIN_CUTS if anchor < 0 else cuts
-        # Two queues, each a chain of ending times: a copy ends after the one before it and after its producer.
-        for queue, key, copy_us in ((True, owner[leaving], out_us), (False, deadline, in_us)):
-            ends_at = _spread(np.unique(key), most, last_of_each=not queue)
-            chain = total + np.arange(len(ends_at))
-            total += len(ends_at)
-            slot = np.searchsorted(ends_at, key, side="right") - 1 if queue else np.searchsorted(ends_at, key)
+        memory: list[Part] = []
+        fixed = 0.0
+        if anchor == BOUNDARY:
+            # Between the graphs: everything saved, the forward's outputs, the tangents.
+            here = can_leave = encoded_here = ~self.output
+            fixed += self.output_bytes
+            fixed += float(g.storage_bytes[g.tangent_storage].sum()) + float(g.outside_bytes.sum())
+            compute_before, compute_at = self.forward_us, 0.0
+        elif g.node_phase[anchor] == FORWARD:
+            reach = flow.last_forward[self.storages]
+            working = (self.owner <= anchor) & (reach >= anchor) & flow.certain[self.owner] & ~self.virtual
+            here = can_leave = encoded_here = (self.owner < anchor) & ~working & ~self.output
+            own = 0 if g.node_kind[anchor] != OWNER else int(g.storage_bytes[g.storage_owner == anchor].sum())
+            fixed += float(size[working & (self.owner < anchor)].sum() + own + g.node_workspace[anchor])
+            compute_at = float(time[anchor])
+            compute_before = float(flow.certain_until[anchor]) - compute_at
+        else:
+            read = read_at(s, anchor)[self.storages] & ~self.virtual
+            here = (self.last > anchor) & ~read & ~self.output
+            can_leave = encoded_here = here & (self.first > anchor)
+            fixed += float(size[read & ~self.output].sum() + self.output_bytes)
+            fixed += float(g.node_workspace[anchor] + flow.backward_alive[anchor]) + float(g.outside_bytes[0])
+            compute_at = float(time[anchor])
+            compute_before = self.forward_us + self.backward_us - float(flow.backward_from[anchor])
+            if see_rebuilt:
+                needed = np.zeros(self.nodes_total, np.bool_)
+                needed_behind(g.node_phase, g.backward_alias, g.read_start, g.read_node, anchor, needed)
+                roots = g.storage_root[self.storages]
+                free = ~read & ~self.output
+                can_leave = can_leave | (free & needed[roots] & (self.first < 0))
+                off = lp.shares(can_leave & (self.swapped >= 0))
+                rebuilt = self.behind(anchor, off, needed)
+                alive = np.flatnonzero(free & ~self.virtual)
+                memory.append((rebuilt.held[roots[alive]], -size[alive] / MIB))
+                alive = np.flatnonzero(free)
+                memory.append((rebuilt.there[alive], -self.leaving_bytes[alive] / MIB))
+                gone = np.where(rebuilt.before[self.nodes] >= 0, -1, self.again[self.nodes])
+                parts.append((gone, -time[self.nodes]))
+                parts.append((rebuilt.before[self.nodes], -time[self.nodes]))
+            else:
+                sure = s.first_reader[g.root_storage[self.nodes]]
+                known = (g.root_storage[self.nodes] >= 0) & (sure >= 0) & (sure <= anchor)
+                parts.append((self.again[self.nodes[known]], -time[self.nodes[known]]))
+        if anchor == BOUNDARY or g.node_phase[anchor] == BACKWARD:
+            parts.append((self.once[self.optional], -time[self.optional]))
+        if rebuilt is None:
+            off = lp.shares(can_leave & (self.swapped >= 0))
+        leaving = np.flatnonzero(off >= 0)
+        lp.add([off[leaving], self.swapped[leaving]], [-1.0, 1.0], np.zeros(leaving.shape[0]))
+        held = np.flatnonzero(here)
+        kept_encoded = np.where(encoded_here, self.squeezed, size)
+        memory += [
+            (self.kept[held], -size[held] / MIB),
+            (self.swapped[held], -self.leaving_bytes[held] / MIB),
+            (off[held], self.leaving_bytes[held] / MIB),
+            (self.encoded[held], -kept_encoded[held] / MIB),
+        ]
+        lp.add_one(memory, (fixed - self.budget) / MIB)
+        lp.add_one(parts, compute_before)
+        if leaving.shape[0]:
+            self._copies(anchor, start, off, leaving, compute_at)
+        return rebuilt
+
+    def _copies(self, anchor: int, start: Int64, off: Int64, leaving: Int64, compute_at: float) -> None:
+        """Two queues, each a chain of ending times: a copy ends after the one before it and after its producer."""
+        lp, flow = self.lp, self.flow
+        first = self.first[leaving]
+        deadline = np.where(first >= 0, first, self.nodes_total)
+        most = CHAIN_CUTS if anchor == BOUNDARY else ANCHOR_CUTS
+        for out, key, copy_us in ((True, self.owner[leaving], self.out_us), (False, deadline, self.in_us)):
+            ends_at = _spread(np.unique(key), most, last_of_each=not out)
+            chain = lp.amounts(len(ends_at))
+            slot = np.searchsorted(ends_at, key, side="right") - 1 if out else np.searchsorted(ends_at, key)
             for j, cut in enumerate(ends_at):
                 these = leaving[slot == j]
                 copies: list[Part] = [(chain[j : j + 1], 1.0), (off[these], -copy_us[these])]
-                if queue:
-                    ready = float(certain_until[cut]) if facts.certain[cut] else 0.0
-                    add_one(copies, ready)
+                if out:
+                    ready = float(flow.certain_until[cut]) if flow.certain[cut] else 0.0
+                    lp.add_one(copies, ready)
                 elif j == 0:
-                    add_one([*copies, (start, -1.0)], compute_at)
+                    lp.add_one([*copies, (start, -1.0)], compute_at)
                 if j:
-                    add_one([*copies, (chain[j - 1 : j], -1.0)], 0.0)
-                if not queue:
-                    after = float(backward_from[cut]) if cut < n else 0.0
-                    add_one([(np.array([step]), 1.0), (chain[j : j + 1], -1.0)], after)
-            if queue:
-                add_one([(start, 1.0), (chain[-1:], -1.0)], 0.0)
-    last_column = np.array([step])
-    boundary = np.array([start0])
-    add_one(
-        [(last_column, 1.0), (boundary, -1.0), (again[nodes], -node_us), (encoded, -decode_us)],
-        backward_us,
-    )
-    all_compute: list[Part] = [(last_column, 1.0), (again[nodes], -node_us), (encoded, -codec_us)]
-    add_one([*all_compute, (once[optional], -time[optional].astype(np.float64))], forward_us + backward_us)
-    for place, anchor in enumerate(anchors):
-        rest = (
-            float(backward_from[anchor])
-            if backward[anchor]
-            else backward_us + float(forward_us - certain_until[anchor] + time[anchor])
-        )
-        add_one([(last_column, 1.0), (np.array([start0 + 1 + place]), -1.0)], rest)
-    matrix = sparse.csr_matrix(
-        (np.concatenate(values), (np.concatenate(rows), np.concatenate(cols))), shape=(used, total)
-    )
-    cost = np.zeros(total)
-    upper = np.concatenate([upper, np.full(total - upper.shape[0], np.inf)])
-    cost[step] = 1.0
-    # A swap that frees nothing at an anchor costs nothing above; a little weight keeps such out of the solution.
-    cost[swapped] = TIDY * (out_us + in_us) * upper[swapped]
-    cost[again[nodes]] = TIDY * time[nodes]
-    slack = float(cost[:step].sum())
-    integral = np.zeros(total, np.uint8)
-    integral[: off0 + places * count] = 1
-    return Relaxation(
-        cost, matrix, np.concatenate(low), upper, integral, storages, again[g.storage_root[storages]], slack
-    )
+                    lp.add_one([*copies, (chain[j - 1 : j], -1.0)], 0.0)
+                if not out:
+                    after = float(flow.backward_from[cut]) if cut < self.nodes_total else 0.0
+                    lp.add_one([(self.step, 1.0), (chain[j : j + 1], -1.0)], after)
+            if out:
+                lp.add_one([(start, 1.0), (chain[-1:], -1.0)], 0.0)
+
+    def totals(self, anchors: list[int], starts: list[Int64], rebuilt: list[_Behind | None]) -> None:
+        """The step holds all compute, and what comes behind each anchor."""
+        lp, g, flow = self.lp, self.g, self.flow
+        time, nodes = g.node_time_us, self.nodes
+        codec_us = (g.storage_encode_us + g.storage_decode_us)[self.storages]
+        reruns: list[Part] = [(self.again[nodes], -time[nodes]), (self.more[nodes], -time[nodes])]
+        decodes: Part = (self.encoded, -g.storage_decode_us[self.storages])
+        lp.add_one([(self.step, 1.0), (starts[0], -1.0), *reruns, decodes], self.backward_us)
+        first_runs: Part = (self.once[self.optional], -time[self.optional])
+        everything = self.forward_us + self.backward_us
+        lp.add_one([(self.step, 1.0), *reruns, (self.encoded, -codec_us), first_runs], everything)
+        for anchor, start, columns in zip(anchors[1:], starts[1:], rebuilt[1:], strict=True):
+            parts: list[Part] = [(self.step, 1.0), (start, -1.0)]
+            if g.node_phase[anchor] == BACKWARD:
+                rest = float(flow.backward_from[anchor])
+                if columns is not None:
+                    parts.append((columns.behind[nodes], -time[nodes]))
+            else:
+                rest = everything - float(flow.certain_until[anchor] - time[anchor])
+            lp.add_one(parts, rest)
+
+    def finish(self) -> Relaxation:
+        """The matrix, and a little weight on swaps and reruns, so that those which free nothing stay out."""
+        lp = self.lp
+        cost = np.zeros(lp.columns)
+        cost[self.step] = 1.0
+        moves = self.swapped >= 0
+        cost[self.swapped[moves]] = TIDY * (self.out_us + self.in_us)[moves]
+        cost[self.again[self.nodes]] = TIDY * self.g.node_time_us[self.nodes]
+        slack = float(cost.sum()) - 1.0
+        roots = self.again[self.g.storage_root[self.storages]]
+        low, upper = np.concatenate(lp.low), np.concatenate(lp.upper)
+        integral = np.concatenate(lp.integral)
+        columns = (self.kept, self.swapped, self.encoded, roots)
+        return Relaxation(cost, lp.matrix(), low, upper, integral, self.storages, *columns, self.free, slack)
+
+
+def relax_problem(
+    s: Structure, flow: Flow, budget: int, anchors: list[int], *, held: bool = False, no_swap: Bool | None = None
+) -> Relaxation:
+    """Build the relaxation for `budget` bytes at the boundary and at `anchors` (node ids).
+
+    held: anchors of the backward see what is rebuilt. no_swap: bool[storages], those that may not be swapped.
+    """
+    build = _Builder(s, flow, budget, no_swap)
+    build.common()
+    places = [BOUNDARY, *anchors]
+    starts = [build.lp.amounts(1) for _ in places]
+    late = [held and v != BOUNDARY and bool(s.problem.arrays.node_phase[v] == BACKWARD) for v in places]
+    rebuilt = [build.anchor(v, start, seen) for v, start, seen in zip(places, starts, late, strict=True)]
+    build.totals(places, starts, rebuilt)
+    return build.finish()
+
+
+def _tiny(s: Structure, budget: int) -> Bool:
+    """The smallest storages that may be kept and together take `TINY_SHARE` of the budget."""
+    size = s.problem.arrays.storage_bytes
+    keepable = np.flatnonzero(s.reachable & s.problem.allowed[:, KEEP])
+    ascending = keepable[np.argsort(size[keepable], kind="stable")]
+    tiny = np.zeros(size.shape[0], np.bool_)
+    tiny[ascending[np.cumsum(size[ascending]) <= TINY_SHARE * budget]] = True
+    return tiny
 
 
 def _spread(values: Int64, most: int, *, last_of_each: bool) -> list[int]:
@@ -345,41 +375,3 @@ def _spread(values: Int64, most: int, *, last_of_each: bool) -> list[int]:
     if values.shape[0] <= most:
         return [int(v) for v in values]
     return [int(part[-1 if last_of_each else 0]) for part in np.array_split(values, most)]
-
-
-def _read_now(s: Structure, node: int) -> Bool:
-    """Storages that are on the device while `node` runs, whatever the placement: it reads them, or a view of them."""
-    g = s.problem.arrays
-    found = np.zeros(s.problem.num_storages, np.bool_)
-    stack = [node]
-    while stack:
-        v = stack.pop()
-        for u in g.backward_alias[g.read_node[g.read_start[v] : g.read_start[v + 1]]].tolist():
-            if g.root_storage[u] >= 0:
-                found[g.root_storage[u]] = True
-            elif g.node_kind[u] == ALIAS:
-                stack.append(u)
-    return found
-
-
-def _backward_alive(s: Structure) -> Int64:
-    """Per node: bytes of the backward's own storages alive while it runs; their order never changes."""
-    g = s.problem.arrays
-    n = g.node_phase.shape[0]
-    last = np.full(n, -1, np.int64)
-    last[g.backward_output] = n
-    change = np.zeros(n + 2, np.int64)
-    for v in range(n - 1, -1, -1):
-        if g.node_phase[v] != BACKWARD:
-            continue
-        reach = max(v, int(last[v])) if g.node_kind[v] == ALIAS else v
-        sources = g.read_node[g.read_start[v] : g.read_start[v + 1]]
-        last[sources] = np.maximum(last[sources], reach)
-    for storage, owner in enumerate(g.storage_owner.tolist()):
-        root = int(g.storage_root[storage])
-        if owner < 0 or g.node_phase[owner] != BACKWARD or g.node_kind[owner] != OWNER:
-            continue
-        until = owner if root < 0 else max(owner, int(last[root]))
-        change[owner] += g.storage_bytes[storage]
-        change[min(until, n) + 1] -= g.storage_bytes[storage]
-    return np.cumsum(change)[:n]

@@ -25,6 +25,7 @@ class Prices:
 
 
 Tried = set[tuple[int, int]]
+IDLE_RUNS = 30
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,7 +158,10 @@ def repair(
 
 
 def relax(s: Structure, evaluator: Evaluator, placement: Placements, *, max_runs: int) -> Placements:
-    """Undo conversions in bulk while that is better: dearest first, halving a batch that does not help."""
+    """Undo conversions in bulk while that is better: dearest first, halving a batch that does not help.
+
+    Ends after `max_runs` simulations, or `IDLE_RUNS` that did not help.
+    """
     problem, g = s.problem, s.problem.arrays
     current = placement.copy()
     value = evaluator.score(current)
@@ -169,8 +173,8 @@ def relax(s: Structure, evaluator: Evaluator, placement: Placements, *, max_runs
     )
     order = moved[np.argsort(-us / np.maximum(1, g.storage_bytes[moved]), kind="stable")]
     pending = [order]
-    runs = 0
-    while pending and runs < max_runs:
+    runs, last_gain = 0, 0
+    while pending and runs < max_runs and runs - last_gain < IDLE_RUNS:
         batch = pending.pop()
         if batch.shape[0] == 0:
             continue
@@ -179,7 +183,7 @@ def relax(s: Structure, evaluator: Evaluator, placement: Placements, *, max_runs
         runs += 1
         got = evaluator.score(trial)
         if got < value:
-            current, value = trial, got
+            current, value, last_gain = trial, got, runs
         elif batch.shape[0] > 1:
             half = batch.shape[0] // 2
             pending.append(batch[half:])

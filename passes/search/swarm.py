@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
+from fxhome.passes.search.flow import read_flow
 from fxhome.passes.search.repair import Prices, Tried, convert, relax
 from fxhome.passes.search.result import Fitness, Placements, StoppedBy
 from fxhome.passes.search.seeds import (
@@ -310,14 +311,15 @@ def pso(
             evaluator.score(base_placement(s.problem, s.demanded))
             made: list[Placements] = []
             relaxed = ingredients.relaxation and int(s.reachable.sum()) <= LARGE_DECISIONS
-            bound = pool.submit(first_bound, s, evaluator.budget_bytes) if relaxed else None
+            flow = read_flow(s)
+            bound = pool.submit(first_bound, s, flow, evaluator.budget_bytes) if relaxed else None
             if ingredients.seeds:
                 made += constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
             else:
                 made += [np.ascontiguousarray(x, np.int8) for x in seeds]
                 made += uniform_seeds(s, rng, ingredients.particles)
             if bound is not None:
-                made += relaxed_seeds(s, evaluator, rng, bound)
+                made += relaxed_seeds(s, flow, evaluator, rng, bound)
             if evaluator.lower_bound_us == np.inf:
                 # Proven: nothing fits. What is left is the smallest peak, and that is not the swarm's to find.
                 return "exhausted"

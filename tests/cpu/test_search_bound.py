@@ -65,7 +65,7 @@ def small_problems(draw: st.DrawFn) -> Problem:
     return Problem(arrays, link, allowed, problem.group)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(small_problems(), st.floats(0.15, 1.05))
 def test_the_bound_is_never_above_the_optimum(problem: Problem, share: float) -> None:
     budget = int(share * evaluate(problem, problem.keep_all(), 1 << 60)[0])
@@ -75,10 +75,12 @@ def test_the_bound_is_never_above_the_optimum(problem: Problem, share: float) ->
         peak, step = evaluate(problem, np.array(row, np.int8), budget)
         if peak <= budget:
             fits.append(step)
-    bound = lower_bound(problem, budget)
     if fits:
-        assert bound.step_us <= min(fits) * (1 + 1e-9)
+        backward = tuple(int(v) for v in np.flatnonzero(problem.arrays.node_phase == BACKWARD))
+        assert lower_bound(problem, budget).step_us <= min(fits) * (1 + 1e-9)
         assert lower_bound(problem, budget, milp_seconds=1.0).step_us <= min(fits) * (1 + 1e-9)
+        everywhere = lower_bound(problem, budget, start_anchors=backward, held=True, milp_seconds=1.0)
+        assert everywhere.step_us <= min(fits) * (1 + 1e-9)
 
 
 @pytest.mark.parametrize("make", [lambda: chain(14), lambda: residual(6), lambda: transformer(4), lambda: dense(16)])
