@@ -109,18 +109,20 @@ def _exposed_us(copies, taken, by_eviction, by_return, opens, closes):  # type: 
 class _Lanes:
     """Exposed copy time of a set of swaps: outs must end before the peak window, ins begin after it."""
 
-    def __init__(self, result: SimResult, budget: int, copies: Float64) -> None:
+    def __init__(self, result: SimResult, budget: int, copies: Float64, candidates: Int64) -> None:
         self.result, self.budget, self.copies = result, budget, copies
         self.taken: Bool = np.zeros(copies.shape[0], np.bool_)
-        self.by_eviction: Int64 = np.argsort(copies[:, 0], kind="stable")
-        self.by_return: Int64 = np.argsort(copies[:, 1], kind="stable")
+        self.by_eviction: Int64 = candidates[np.argsort(copies[candidates, 0], kind="stable")]
+        self.by_return: Int64 = candidates[np.argsort(copies[candidates, 1], kind="stable")]
+        # The window over the budget; as more is saved it only shrinks.
+        self.first, self.last = 0, result.curve.shape[0] - 1
 
     def exposed_us(self, more: int, saved_bytes: float) -> float:
-        """With candidate `more` taken too, where `saved_bytes` have been saved already."""
+        """With candidate `more` taken too, where `saved_bytes` have been saved already: never fewer than before."""
         result = self.result
-        over = np.flatnonzero(result.curve - saved_bytes > self.budget)
-        first = int(over[0]) if over.shape[0] else result.peak_position
-        last = int(over[-1]) if over.shape[0] else result.peak_position
+        self._narrow(self.budget + saved_bytes)
+        empty = self.first > self.last
+        first, last = (result.peak_position, result.peak_position) if empty else (self.first, self.last)
         closes = float(result.start_us[min(last, result.start_us.shape[0] - 1)])
         before = bool(self.taken[more])
         self.taken[more] = True
@@ -129,6 +131,13 @@ class _Lanes:
         )
         self.taken[more] = before
         return float(exposed)
+
+    def _narrow(self, limit_bytes: float) -> None:
+        curve = self.result.curve
+        while self.first <= self.last and curve[self.first] <= limit_bytes:
+            self.first += 1
+        while self.first <= self.last and curve[self.last] <= limit_bytes:
+            self.last -= 1
 
 
 def capuchin(s: Structure, evaluator: Evaluator, storage_class: Sequence[str] | None) -> Placements:
@@ -170,7 +179,7 @@ def _decide(s: Structure, result: SimResult, base: Placements, budget: int, requ
         )
     placement = base.copy()
     saved = 0.0
-    lanes = _Lanes(result, budget, copies)
+    lanes = _Lanes(result, budget, copies, np.array(sorted(candidates), np.int64))
     free_us = copies[:, 1] - copies[:, 3] - copies[:, 0] - copies[:, 2]
     order = sorted(candidates, key=lambda d: (-free_us[d], d))
     exposed = 0.0
