@@ -4,8 +4,8 @@
                     -> lives, curve, peak under one order
 
 Counted like the allocator counts: a storage once however many inputs are views of it, the results of one call from the
-call on, what a wait returns as the buffer that it returns. Inputs of the forward are resident and not counted, host
-copies are not on the device, outputs live to the end.
+call on, what a wait returns as the buffer that it returns, and nothing for what a fused kernel makes for itself alone.
+Inputs of the forward are resident and not counted, host copies are not on the device, outputs live to the end.
 """
 
 from collections.abc import Mapping, Sequence
@@ -110,10 +110,13 @@ def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
     aliases: list[tuple[str, LoweredBuffer]] = []
     maker_of = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
     for node in nodes:
+        never_written = kernel_locals(node)
         for scheduled in node.get_outputs():
             name = scheduled.get_name()
             ir_buffer = graph.name_to_buffer.get(name)
             if _device_of(name, graph) != main or _is_host(name, graph) or _is_packed(ir_buffer):
+                continue
+            if name in never_written:
                 continue
             plan = scheduled.mpi_buffer
             size = allocated_bytes(plan.size_free, main)
@@ -132,6 +135,48 @@ def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
             original.readers |= made.readers | {made.maker}
             original.is_output = original.is_output or made.is_output
     return list(found.values())
+
+
+def kernel_locals(node: Any) -> set[str]:
+    """Buffers that a fused kernel makes and reads within one pass over its elements: they stay in registers.
+
+    A kernel with reductions goes over its elements again once a reduction's result is needed; what is read in a later
+    pass than the one that makes it is written to memory. (A kernel that holds a whole row at a time needs no second
+    pass: there this counts too much, never too little.)
+    """
+    if type(node).__name__ != "FusedSchedulerNode":
+        return set()
+    operations = node.get_operation_names()
+    pass_of = _passes(node.get_nodes())
+    readers: dict[str, set[int]] = {}
+    for loop in node.get_nodes():
+        for dep in loop.read_writes.reads:
+            readers.setdefault(dep.name, set()).add(pass_of[loop.get_name()])
+    found = set()
+    for loop in node.get_nodes():
+        for buffer in loop.get_outputs():
+            name = buffer.get_name()
+            if readers.get(name, set()) == {pass_of[loop.get_name()]} and not loop.is_reduction():
+                if node.scheduler.can_buffer_be_removed_through_fusion(name, operations):
+                    found.add(name)
+    return found
+
+
+def _passes(loops: Sequence[Any]) -> dict[str, int]:
+    """Which pass over the elements each loop of a kernel is in: a new one begins where a reduction of the current one
+    is needed.
+    """
+    found: dict[str, int] = {}
+    current = 0
+    open_reductions: set[str] = set()
+    for loop in loops:
+        if open_reductions & set(loop.ancestors):
+            current += 1
+            open_reductions = set()
+        found[loop.get_name()] = current
+        if loop.is_reduction():
+            open_reductions.add(loop.get_name())
+    return found
 
 
 def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[LoweredBuffer]:
