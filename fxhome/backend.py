@@ -24,6 +24,7 @@ from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.options import Options
+from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
 from fxhome.placement import Plan, load_plans
 from fxhome.runtime.host_pool import host_pool
@@ -86,6 +87,8 @@ def managed(
     def plan_step(
         joint: GraphModule, joint_inputs: object, num_fwd_outputs: int, situation: Situation, static: list[int] | None
     ) -> Planned:
+        correct_recorded_values(joint)
+
         def plan(off_host: Collection[str]) -> Planned:
             return plan_graph(
                 joint,

@@ -40,6 +40,8 @@ def compile_eager(
             session = graph.current
             if session is None or session.meter is None or session.done:
                 return run(args)
+            # A gradient that autograd made up (zeros for an output that no loss reads) is first seen here.
+            session.meter.track(leaf for leaf in args if isinstance(leaf, torch.Tensor))
             with session.metering():
                 return run(args)
 

@@ -289,8 +289,9 @@ class ManagedGraph:
             if (owner := graph()) is not None:
                 owner._leave_backward(session)
 
-        node.register_prehook(before)
-        node.register_hook(after)
+        # A step that calls backward() inside the compiled function runs these hooks where Dynamo looks at every frame.
+        node.register_prehook(torch.compiler.disable(before))
+        node.register_hook(torch.compiler.disable(after))
 
     def _enter_backward(self, session: Session) -> None:
         self.current = session

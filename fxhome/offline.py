@@ -13,6 +13,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome.device import DeviceProfile
 from fxhome.host_room import within_host
 from fxhome.options import Options
+from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
 from fxhome.placement import Plan
 from fxhome.trace_offline import trace_joint
@@ -48,6 +49,7 @@ def plan_joint(
     off_host: Collection[str] = (),
 ) -> Planned:
     """Plan a traced joint graph for `profile`'s device, with nothing timed."""
+    correct_recorded_values(joint)
     return plan_graph(
         joint,
         inputs,

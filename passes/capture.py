@@ -20,6 +20,28 @@ from fxhome.errors import UnsupportedGraphError
 
 CLONE_PREFIX = "fxhome_before_"
 
+_NORMS_WITH_STATISTICS = frozenset(
+    {
+        torch.ops.aten.native_batch_norm,
+        torch.ops.aten._native_batch_norm_legit,
+        torch.ops.aten._native_batch_norm_legit_functional,
+        torch.ops.aten._batch_norm_with_update,
+        torch.ops.aten._batch_norm_with_update_functional,
+        torch.ops.aten.native_group_norm,
+        torch.ops.aten.native_layer_norm,
+    }
+)
+
+
+_LOSSES_IN_PLACE = frozenset(
+    {
+        torch.ops.aten.mse_loss,
+        torch.ops.aten.smooth_l1_loss,
+        torch.ops.aten.soft_margin_loss,
+        torch.ops.aten.binary_cross_entropy,
+    }
+)
+
 
 def joint_outputs(graph: fx.Graph) -> list[fx.Node | None]:
     """The flat outputs of a joint graph: forward outputs first, then gradients (None where there is none)."""
@@ -60,6 +82,67 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     graph.lint()
     module.recompile()
     return module
+
+
+def correct_recorded_values(module: fx.GraphModule) -> None:
+    """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses.
+
+    Views of a corrected result are inferred again, so that they still share its storage.
+    """
+    replaced: dict[int, torch.Tensor] = {}  # what was recorded, by storage; kept, so that no storage is met again
+    for node in module.graph.nodes:
+        types = _true_types(node)
+        if (buffer := _loss_buffer(node)) is not None:
+            old = node.meta["val"]
+            replaced[old.untyped_storage()._cdata] = old
+            node.meta["val"] = buffer
+        elif types:
+            with _fake_mode_of(node.meta["val"][0]):
+                results = [
+                    value.to(types[i]) if i in types and value is not None else value
+                    for i, value in enumerate(node.meta["val"])
+                ]
+            wrong = [old for old, new in zip(node.meta["val"], results, strict=True) if old is not new]
+            replaced.update({value.untyped_storage()._cdata: value for value in wrong})
+            node.meta["val"] = tuple(results)
+        elif node.target is operator.getitem:
+            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+        elif replaced and _shares_storage(node.meta.get("val"), replaced):
+            _infer_value(node)
+
+
+def _true_types(node: fx.Node) -> dict[int, torch.dtype]:
+    """The types of results, by position, that are recorded wrongly (torch/_decomp/decompositions.py)."""
+    packet = getattr(node.target, "overloadpacket", None)
+    if packet not in _NORMS_WITH_STATISTICS and packet is not torch.ops.aten.native_group_norm_backward:
+        return {}
+    values = [source.meta["val"] for source in node.all_input_nodes]
+    is_half = values[0].device.type == "cpu" and values[0].dtype in (torch.bfloat16, torch.float16)
+    if not is_half or all(value.dtype is not torch.float32 for value in values[1:]):
+        return {}
+    if packet is torch.ops.aten.native_group_norm_backward:
+        return {0: values[0].dtype}
+    # Half-precision input, float32 parameters (autocast): the mean and the deviation are float32.
+    return {1: torch.float32, 2: torch.float32}
+
+
+def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
+    """The result of a reduced loss whose kernel shrinks a buffer of all elements' losses to one; None for others."""
+    if getattr(node.target, "overloadpacket", None) not in _LOSSES_IN_PLACE or node.meta["val"].ndim:
+        return None
+    source, target = (argument.meta["val"] for argument in node.all_input_nodes[:2])
+    if source.ndim == 0:
+        return None
+    with _fake_mode_of(source):
+        elements = torch.broadcast_shapes(source.shape, target.shape)
+        result: torch.Tensor = node.meta["val"].new_empty(elements).as_strided((), ())
+    return result
+
+
+def _shares_storage(value: Any, storages: dict[int, torch.Tensor]) -> bool:
+    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
+        return False
+    return value.untyped_storage()._cdata in storages
 
 
 def _specialise_symbols(graph: fx.Graph) -> None:

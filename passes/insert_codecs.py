@@ -84,10 +84,11 @@ def _how(source: fx.Node, codec: str, graph_key: str) -> tuple[object, ...]:
     """What `encode` needs to know besides the tensor."""
     value = source.meta["val"]
     size_bytes = storage_nbytes(value)
+    _, stride, _ = geometry(source)
     if codec_by_name(codec).fixed_rate:
-        return size_bytes, codec
+        return size_bytes, codec, 0, "", stride, value.dtype
     assumed = assumed_bytes(codec, size_bytes // value.dtype.itemsize, value.dtype, zero_share(source, {}))
-    return size_bytes, codec, assumed, codec_ops.site_name(graph_key, source.name)
+    return size_bytes, codec, assumed, codec_ops.site_name(graph_key, source.name), stride, value.dtype
 
 
 def _insert_decodes(

@@ -30,7 +30,7 @@ from fxhome.cuda_kernels.overflow import copy_overflow
 from fxhome.runtime import transfer
 from fxhome.runtime.codec_sites import CodecSite, add_site, site_name, site_of
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import HostSlot
+from fxhome.runtime.slot import Geometry, HostSlot
 from fxhome.runtime.streams import current_handle
 
 __all__ = ["buffer_bytes", "decode_op", "encode_op", "site_name", "swap_in_encoded_op", "swap_out_encoded_op"]
@@ -42,7 +42,10 @@ _TAGS = (torch.Tag.needs_exact_strides,)
 
 _GEOMETRY = "int storage_bytes, int[] size, int[] stride, int storage_offset, ScalarType dtype"
 _SCHEMAS = {
-    "encode": '(Tensor src, int storage_bytes, str codec, int assumed_bytes=0, str site="") -> Tensor',
+    "encode": (
+        '(Tensor src, int storage_bytes, str codec, int assumed_bytes=0, str site="", int[]? stride=None, '
+        "ScalarType? dtype=None) -> Tensor"
+    ),
     "decode": f"(Tensor encoded, {_GEOMETRY}, str codec) -> Tensor",
     "swap_out_encoded": "(Tensor encoded) -> Tensor",
     "swap_in_encoded": "(Tensor host, Device device) -> Tensor",
@@ -74,11 +77,22 @@ def buffer_bytes(codec: str, storage_bytes: int, dtype: torch.dtype) -> int:
     return _sizes(codec, storage_bytes, dtype).buffer
 
 
-def encode(src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int = 0, site: str = "") -> torch.Tensor:
+def encode(
+    src: torch.Tensor,
+    storage_bytes: int,
+    codec: str,
+    assumed_bytes: int = 0,
+    site: str = "",
+    stride: list[int] | None = None,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Encode the storage of `src` into a new uint8 tensor of `buffer_bytes` on its device.
 
     assumed_bytes, site: what a variable-rate codec is expected to give, and under which name that is watched.
+    stride, dtype: what tracing recorded and `decode` will restore. Raises RuntimeError where the kernel that made `src`
+    has laid it out differently.
     """
+    _check_layout(src, stride, dtype)
     is_cuda = src.is_cuda
     if is_cuda:
         raise_if_corrupt()
@@ -114,7 +128,8 @@ def decode(
     codec: str,
 ) -> torch.Tensor:
     """Decode into a new storage of `storage_bytes`; return a tensor of that geometry on it."""
-    result = transfer.new_tensor(storage_bytes, size, stride, storage_offset, dtype, encoded.device)
+    geometry = Geometry(tuple(size), tuple(stride), storage_offset, dtype)
+    result = transfer.new_tensor(storage_bytes, geometry, encoded.device)
     storage = result.untyped_storage()
     address = encoded.data_ptr()
     moving = None if _sizes(codec, storage_bytes, dtype).is_fixed else _moving.pop(address, None)
@@ -253,8 +268,27 @@ def _check_storage(found: int, storage_bytes: int, operator: str) -> None:
         )
 
 
+def _check_layout(src: torch.Tensor, stride: list[int] | None, dtype: torch.dtype | None) -> None:
+    found = Geometry.of(src)
+    recorded = found._replace(
+        stride=found.stride if stride is None else tuple(stride), dtype=found.dtype if dtype is None else dtype
+    )
+    if not found.agrees(recorded):
+        raise RuntimeError(
+            f"fxhome::encode: the tensor has stride {found.stride} and {found.dtype}, tracing recorded "
+            f"{recorded.stride} and {recorded.dtype}: the operator that made it does not do what its shape function "
+            "says. Compile with allow=('swap', 'recompute')"
+        )
+
+
 def _fake_encode(
-    src: torch.Tensor, storage_bytes: int, codec: str, assumed_bytes: int = 0, site: str = ""
+    src: torch.Tensor,
+    storage_bytes: int,
+    codec: str,
+    assumed_bytes: int = 0,
+    site: str = "",
+    stride: list[int] | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
     return torch.empty(buffer_bytes(codec, storage_bytes, src.dtype), dtype=torch.uint8, device=src.device)
 

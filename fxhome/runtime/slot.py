@@ -4,11 +4,32 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
 from fxhome.runtime.free_space import Block, Fence, latest_fences
+
+
+class Geometry(NamedTuple):
+    """How a tensor lies in its storage."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    storage_offset: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        """The geometry of a tensor."""
+        return cls(tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), tensor.dtype)
+
+    def agrees(self, other: Geometry) -> bool:
+        """Whether the same bytes are the same tensor; the stride of a dimension of size one says nothing."""
+        steps = zip(self.size, self.stride, other.stride, strict=False)
+        return (self.size, self.storage_offset, self.dtype) == (other.size, other.storage_offset, other.dtype) and (
+            0 in self.size or all(extent == 1 or mine == theirs for extent, mine, theirs in steps)
+        )
 
 
 class Contents(Protocol):
@@ -61,12 +82,13 @@ class IncomingCopy:
 class HostSlot:
     """A live range of the pool: its bytes, the fences of the work on it and its unfinished copies."""
 
-    __slots__ = ("block", "contents", "fences", "incoming", "outgoing")
+    __slots__ = ("block", "contents", "fences", "geometry", "incoming", "outgoing")
 
     def __init__(self, block: Block) -> None:
         self.block = block
         self.fences = block.fences
         self.contents: Contents | None = None
+        self.geometry: Geometry | None = None  # of the tensor whose storage was copied here
         self.outgoing: OutgoingCopy | None = None
         self.incoming: dict[int, IncomingCopy] = {}  # by the buffer's address
 

@@ -22,7 +22,7 @@ from fxhome.errors import DeviceError
 from fxhome.runtime import stand_in
 from fxhome.runtime.free_space import Fence
 from fxhome.runtime.host_pool import host_pool
-from fxhome.runtime.slot import Contents, HostSlot, IncomingCopy, OutgoingCopy
+from fxhome.runtime.slot import Contents, Geometry, HostSlot, IncomingCopy, OutgoingCopy
 from fxhome.runtime.streams import OnStream, current_device, current_stream
 
 _RING_LENGTH = 1024
@@ -107,7 +107,7 @@ def swap_out_as(src: torch.Tensor, contents: Contents | None, slot_bytes: int) -
     host, slot = host_pool().empty(slot_bytes, pinned=is_cuda)
     if slot is None:
         return host
-    slot.contents = contents
+    slot.contents, slot.geometry = contents, Geometry.of(src)
     if is_cuda:
         queue = _link(src.device).out
         if contents is None:
@@ -149,20 +149,27 @@ def swap_in(
 ) -> torch.Tensor:
     """Start copying a host slot back; return a tensor of that geometry on a new storage of `host.numel()` bytes.
 
+    The geometry is what tracing recorded. Some kernels lay their result out differently (roll and group_norm of
+    channels-last tensors do): the tensor comes back as it went.
+
     Raises RuntimeError when the slot's own swap_out was not waited for, or the geometry needs more bytes.
     """
     _check_device(device, "swap_in")
     if device.type == "cuda" and device.index is None:
         device = torch.device("cuda", current_device())
-    buffer = new_tensor(host.numel(), size, stride, storage_offset, dtype, device)
+    given = Geometry(tuple(size), tuple(stride), storage_offset, dtype)
     if host.numel() == 0:
-        return buffer
+        return new_tensor(0, given, device)
     slot = _slot(host, "swap_in")
     if slot.outgoing is not None and not slot.outgoing.is_waited:
         raise RuntimeError(
             "fxhome::swap_in: the swap_out of this host buffer was not waited for; graph rule: swap_in takes the "
             "result of swap_out_wait"
         )
+    seen = slot.geometry
+    if seen is not None and (seen.size, seen.storage_offset) == (given.size, given.storage_offset):
+        given = given if seen.agrees(given) else seen
+    buffer = new_tensor(host.numel(), given, device)
     storage, contents = buffer.untyped_storage(), slot.contents
     address = storage.data_ptr()
     if device.type == "cuda":
@@ -219,23 +226,18 @@ def note_host_use(slot: HostSlot, device_index: int) -> None:
 _use_orders = itertools.count()
 
 
-def new_tensor(
-    storage_bytes: int,
-    size: list[int],
-    stride: list[int],
-    storage_offset: int,
-    dtype: torch.dtype,
-    device: torch.device,
-) -> torch.Tensor:
+def new_tensor(storage_bytes: int, geometry: Geometry, device: torch.device) -> torch.Tensor:
     """A tensor of that geometry on a new storage of exactly `storage_bytes`."""
+    size, stride, storage_offset, dtype = geometry
     last = storage_offset + sum((extent - 1) * step for extent, step in zip(size, stride, strict=True))
     needed_bytes = (last + 1) * dtype.itemsize if all(size) else 0
     if needed_bytes == storage_bytes and storage_offset == 0:
         return torch.empty_strided(size, stride, dtype=dtype, device=device)
     if needed_bytes > storage_bytes:  # set_ would silently enlarge a storage that is too small
         raise RuntimeError(
-            f"fxhome::swap_in: size {size}, stride {stride}, offset {storage_offset}, {dtype} needs {needed_bytes} "
-            f"bytes, the host buffer holds {storage_bytes}; graph rule: swap_in repeats its source's geometry"
+            f"fxhome::swap_in: size {list(size)}, stride {list(stride)}, offset {storage_offset}, {dtype} needs "
+            f"{needed_bytes} bytes, the host buffer holds {storage_bytes}; graph rule: swap_in repeats its "
+            "source's geometry"
         )
     storage = torch.empty(storage_bytes, dtype=torch.uint8, device=device).untyped_storage()
     return torch.empty(0, dtype=dtype, device=device).set_(storage, storage_offset, size, stride)

@@ -162,6 +162,12 @@ def test_another_storage_than_planned_is_refused() -> None:
         codec_ops.encode_op(torch.zeros(100), 1000, "int8")
 
 
+@pytest.mark.parametrize("recorded", [((1, 8), torch.float32), ((8, 1), torch.int32)], ids=["stride", "type"])
+def test_another_layout_than_recorded_is_refused(recorded: tuple[tuple[int, int], torch.dtype]) -> None:
+    with pytest.raises(RuntimeError, match=r"tracing recorded .* allow=\('swap', 'recompute'\)"):
+        codec_ops.encode_op(torch.zeros(8, 8), 256, "int8", 0, "", *recorded)
+
+
 def test_fakes_have_the_real_sizes() -> None:
     source = half_zeros(100, 130)
     size_bytes = source.untyped_storage().nbytes()

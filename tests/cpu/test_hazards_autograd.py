@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+import fxhome
 from fxhome.placement import Placement
-from tests.hazard_tools import Case, Mode, all_modes, check
+from tests.hazard_tools import BOTH, Case, Mode, all_modes, check, compile_step, fresh
 
 ROWS, WIDTH = 512, 64
 
@@ -137,6 +138,59 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_autograd_features(name: str, mode: Mode) -> None:
     check(CASES[name], mode)
+
+
+class Norms(nn.Module):
+    """Norms whose CPU kernels, under autocast, save statistics of another type than tracing says."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+        self.batch, self.group, self.layer = nn.BatchNorm1d(WIDTH), nn.GroupNorm(16, WIDTH), nn.LayerNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer, norm in zip(self.layers, (self.batch, self.group, self.layer), strict=True):
+            x = norm(layer(x))
+        return x
+
+
+class Spare(nn.Module):
+    """A large second output that no loss reads: its gradient is made of zeros, and the backward reads it last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = linears()
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        spare = y = self.layers[0](x)
+        for layer in self.layers[1:]:
+            y = F.gelu(layer(y))
+        return y.sum(), spare
+
+
+@all_modes
+def test_norms_under_autocast_are_predicted_exactly(mode: Mode) -> None:
+    plan = check(Case(lambda: (Norms(), inputs()), around=autocast), mode)
+
+    assert plan.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+@pytest.mark.parametrize("loss", [F.mse_loss, F.smooth_l1_loss, F.soft_margin_loss])
+def test_losses_that_shrink_their_buffer_are_predicted_exactly(loss: Any) -> None:
+    """The loss itself is one number in a storage of as many bytes as the model's output."""
+    plan = check(Case(lambda: (Plain(), inputs()), lambda y: loss(y, torch.ones_like(y))), BOTH)
+
+    assert plan.measured_peak_bytes == plan.predicted_peak_bytes
+
+
+def test_the_gradient_of_an_output_that_no_loss_reads_is_metered() -> None:
+    fresh()
+    model, (x,) = Spare(), inputs()
+    y, _spare = compile_step(model, {"memory_budget": "100%"})(x)
+    y.backward()
+
+    (plan,) = fxhome.plans()
+    assert plan.measured_peak_bytes == plan.predicted_peak_bytes
 
 
 def keep_products(_: Any, operator: Any, *__: Any, **___: Any) -> CheckpointPolicy:

@@ -168,6 +168,37 @@ def test_optimizer_state_leads_to_one_replan_that_is_announced_once(caplog: pyte
     assert_promise(plan, budget)
 
 
+def train_compiled(options: dict[str, Any] | None) -> Record:
+    """Steps compiled as a whole: forward, backward and optimizer in one function."""
+    fresh()
+    torch.manual_seed(0)
+    model, found = Net(), Record()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2, momentum=0.9)
+
+    def train_step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    step, x = compile_step(train_step, options), batch()
+    for number in range(3):
+        found.note(f"loss {number}", step(x))
+    for name, parameter in model.named_parameters():
+        found.note(name, parameter)
+    return found
+
+
+def test_a_step_that_calls_backward_inside_the_compiled_function() -> None:
+    """Dynamo breaks its graph there and looks at all Python that runs behind it, ours included."""
+    expected = train_compiled(None)
+    assert train_compiled({"memory_budget": "90%"}).differences(expected) == []
+    (plan,) = fxhome.plans()
+    assert plan.measured_peak_bytes is not None
+    assert plan.measured_peak_bytes <= plan.predicted_peak_bytes <= plan.budget_bytes
+
+
 def test_reserve_leaves_room_for_optimizer_state(caplog: pytest.LogCaptureFixture) -> None:
     """With the state reserved from the start nothing has to be planned again."""
     _, free, _ = train({"memory_budget": "100%"}, caplog)

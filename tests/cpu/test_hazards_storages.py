@@ -78,6 +78,21 @@ class ChannelsLast(nn.Module):
         return x
 
 
+class LaidOutOtherwise(nn.Module):
+    """Operators whose kernels, on channels-last tensors, give other strides than tracing records for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList(nn.Conv2d(8, 8, 3, padding=1) for _ in range(3))
+        self.norm = nn.GroupNorm(4, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.silu(self.norm(self.convs[0](x)))
+        x = torch.roll(self.convs[1](x).exp(), 2, 1).tanh()
+        x = F.channel_shuffle(F.rrelu(self.convs[2](x), training=True), 2)
+        return x * x.exp()
+
+
 class Dtypes(nn.Module):
     """bool masks, int64 indices, bf16, fp16 and float64 activations among the saved."""
 
@@ -163,6 +178,12 @@ CASES = {
         lambda: (
             ChannelsLast().to(memory_format=torch.channels_last),
             (torch.randn(4, 8, 24, 24).to(memory_format=torch.channels_last).requires_grad_(),),
+        )
+    ),
+    "kernels that lay out otherwise than recorded": Case(
+        lambda: (
+            LaidOutOtherwise().to(memory_format=torch.channels_last),
+            (torch.randn(4, 8, 24, 24).to(memory_format=torch.channels_last),),
         )
     ),
     "dtypes": Case(lambda: (Dtypes(), (floats(),))),

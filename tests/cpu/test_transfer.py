@@ -131,6 +131,16 @@ def test_a_copied_host_buffer_is_refused() -> None:
         swap_in_like(host.clone(), source)
 
 
+def test_a_tensor_that_tracing_recorded_wrongly_comes_back_as_it_went() -> None:
+    """Some kernels lay their results out as their shape functions do not say, or give another type."""
+    source = torch.randn(2, 3, 4).permute(0, 2, 1)
+    host = transfer.swap_out_wait(transfer.swap_out(source), source)
+    recorded = torch.empty(2, 4, 3, dtype=torch.bfloat16)
+    back = transfer.swap_in_wait(swap_in_like(host, recorded), host)
+    assert (back.dtype, back.stride()) == (source.dtype, source.stride())
+    assert torch.equal(back, source)
+
+
 def test_a_geometry_beyond_the_buffer_is_refused() -> None:
     source = torch.ones(4)
     host = transfer.swap_out_wait(transfer.swap_out(source), source)
