@@ -33,17 +33,35 @@ class Optimized(nn.Module):
     `plan` is a fresh snapshot of the plan in force; `report()` prints it with what was measured.
     """
 
+    _step: Any
+    _graphs: list[Any]
+
     def __init__(self, model: nn.Module, options: Options) -> None:
         super().__init__()
         self.model = model
-        self._graphs: list[Any] = []
+        self._options = options
+        self._compile()
+
+    def _compile(self) -> None:
+        options = self._options
+        graphs: list[Any] = []
 
         def compile_graph(gm: torch.fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
             graph = backend.fxhome(gm, example_inputs, options=options)  # type: ignore[arg-type]
-            self._graphs.append(graph)
+            graphs.append(graph)
             return graph
 
-        self._step = torch.compile(model, backend=compile_graph)
+        self._graphs = graphs
+        # Not a submodule: the parameters are the model's, once.
+        self.__dict__["_step"] = torch.compile(self.model, backend=compile_graph)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy or a pickle takes along: the model and the options; it plans again by itself."""
+        return {name: value for name, value in self.__dict__.items() if name not in ("_step", "_graphs")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]
+        self._compile()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the model."""

@@ -28,7 +28,7 @@ from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
-from fxhome.passes.torch_compat import frugal_benchmarks
+from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
@@ -168,7 +168,8 @@ class ManagedGraph:
         return tuple(sorted(codec_sites.observed_bytes(plan.graph_fingerprint).items())) if plan is not None else ()
 
     def _add_variant(self, resident_bytes: int) -> Variant:
-        variant = self._compile_variant(self, self._situation(resident_bytes))
+        with compile_lock():
+            variant = self._compile_variant(self, self._situation(resident_bytes))
         if variant.plan is not None and self.notes:
             variant.plan = replace(variant.plan, notes=(*variant.plan.notes, *self.notes))
         self.variants.append(variant)

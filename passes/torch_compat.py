@@ -4,6 +4,7 @@ import contextlib
 import functools
 import importlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -28,6 +29,13 @@ def saved_descriptions(count: int) -> list[Any]:
     from torch._functorch._aot_autograd.descriptors import SavedForBackwardsAOTOutput
 
     return [SavedForBackwardsAOTOutput(i) for i in range(count)]
+
+
+def compile_lock() -> AbstractContextManager[object]:
+    """Held by torch whenever it compiles: tracing patches torch's own functions, for all threads."""
+    from torch._dynamo.convert_frame import compile_lock as lock
+
+    return lock
 
 
 def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:

@@ -320,3 +320,33 @@ def test_forwards_from_several_threads_that_each_need_a_new_plan() -> None:
     found = losses({"memory_budget": "70%", "on_infeasible": "best_effort"})
     assert found == expected
     assert_no_host_memory_in_use()
+
+
+def test_two_threads_that_plan_and_compile_at_once() -> None:
+    """A new plan traces while another thread compiles: torch lets only one thread do either."""
+    fresh()
+    torch.manual_seed(0)
+    models, x = [Net() for _ in range(2)], batch()
+    expected = []
+    for model in models:
+        for _ in range(3):
+            step_of(model)(x).backward()
+        expected += [as_bytes(p.grad) for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+    steps = [compile_step(step_of(model), {"memory_budget": "100%", "policy": "vdnn_all"}) for model in models]
+    failures: list[Exception] = []
+
+    def work(step: Step) -> None:
+        try:
+            for _ in range(3):
+                step(x).backward()
+        except Exception as error:  # pytest does not see those of threads
+            failures.append(error)
+
+    threads = [threading.Thread(target=work, args=(step,)) for step in steps]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+    assert [as_bytes(p.grad) for model in models for p in model.parameters() if p.grad is not None] == expected
