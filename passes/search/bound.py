@@ -19,6 +19,7 @@ from fxhome.passes.simulate_kernels import BACKWARD
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
 _SLACK = 1e-6
+SEEN_DECISIONS = 300
 
 
 @dataclass(frozen=True, eq=False)
@@ -44,40 +45,43 @@ def lower_bound(
     rounds: int = 3,
     max_anchors: int | None = None,
     start_anchors: tuple[int, ...] = (),
-    held: bool = False,
+    held: bool | None = None,
     no_swap: Bool | None = None,
 ) -> Bound:
     """Bound the step time of any placement whose peak is within `budget_bytes`.
 
     start_anchors: node ids to hold the budget at, such as an earlier bound's `anchors`; found where none are given.
     rounds: how often anchors are added where the rounded solution fails, and the relaxation solved again.
+    held: whether anchors see what is rebuilt; None: they do in graphs so small that this takes about a second at most.
     milp_seconds: 0 solves the linear relaxation alone, deterministically; above it the integer program may raise it.
     """
     s = structure or read_structure(problem)
     flow = flow or read_flow(s)
+    reachable = int(s.reachable.sum())
     base = simulate(problem, problem.keep_all(), budget_bytes)
-    room = max_anchors if max_anchors is not None else max(3, min(12, 5000 // max(1, int(s.reachable.sum()))))
+    room = max_anchors if max_anchors is not None else max(3, min(12, 5000 // max(1, reachable)))
     anchors = list(start_anchors)
     if not anchors:
         anchors = _choose_anchors(s, flow, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
     best = 0.0
-    for _ in range(rounds):
-        relaxation = relax_problem(s, flow, budget_bytes, anchors, held=held, no_swap=no_swap)
-        step, x = _solve(relaxation, 0.0)
-        best = max(best, step)
-        if x is None:
-            break
-        more = _tight_places(s, flow, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
-        if not more or len(anchors) >= room:
-            break
-        anchors = sorted({*anchors, *more[: room - len(anchors)]})
+    phases = [False, True] if held is None and reachable <= SEEN_DECISIONS else [bool(held)]
+    for see_held in phases:
+        for _ in range(rounds):
+            relaxation = relax_problem(s, flow, budget_bytes, anchors, held=see_held, no_swap=no_swap)
+            step, x = _solve(relaxation, 0.0)
+            best = max(best, step)
+            if x is None:
+                return Bound(best, False, None, tuple(anchors))
+            more = _tight_places(s, flow, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
+            if not more or len(anchors) >= room:
+                break
+            anchors = sorted({*anchors, *more[: room - len(anchors)]})
     exact = False
-    if milp_seconds > 0 and np.isfinite(best):
+    if milp_seconds > 0:
         better, solution = _solve(relaxation, milp_seconds)
         exact = solution is not None
         best = max(best, better)
-    if x is None:
-        return Bound(best, exact, None, tuple(anchors))
+    assert x is not None, "there is at least one round"
     return Bound(best, exact, _shares(relaxation, problem, x), tuple(anchors))
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from fxhome.errors import OptionError
 from fxhome.passes.search import baselines, policies
-from fxhome.passes.search.bound import lower_bound
+from fxhome.passes.search.bound import SEEN_DECISIONS, lower_bound
 from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, Progress
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
@@ -41,6 +41,7 @@ POLICIES = ("pso", *CONSTRUCTIVE, *SEARCHING)
 
 # A space this small is walked through: the result is the optimum.
 EXHAUSTIVE_PLACEMENTS = 4096
+CLOSE_TO_BOUND = 0.02  # a plan this near its bound is told so without another, better bound
 
 
 def search(
@@ -101,7 +102,11 @@ def _bounded(
     """The result with its lower bound and gap, where they are wanted or came up in the search."""
     if not wanted and known is None:
         return result
-    below = lower_bound(structure.problem, budget_bytes, structure=structure).step_us if known is None else known
+    below = known or 0.0
+    tight = known is not None and result.feasible and result.step_us <= known * (1 + CLOSE_TO_BOUND)
+    small = int(structure.reachable.sum()) <= SEEN_DECISIONS
+    if known is None or (small and not tight and known < np.inf):
+        below = max(below, lower_bound(structure.problem, budget_bytes, structure=structure).step_us)
     gap = (result.step_us - below) / below if result.feasible and 0 < below < np.inf else None
     return replace(result, lower_bound_us=below, gap=gap)
 

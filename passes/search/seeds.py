@@ -98,7 +98,7 @@ def constructive_seeds(
 
 def first_bound(s: Structure, flow: Flow, budget_bytes: int) -> Bound:
     """The relaxation at the budget itself: a start for `relaxed_seeds`, and the bound that the result is told with."""
-    return lower_bound(s.problem, budget_bytes, structure=s, flow=flow, rounds=1 if _is_slow(s) else 2)
+    return lower_bound(s.problem, budget_bytes, structure=s, flow=flow, held=False, rounds=1 if _is_slow(s) else 2)
 
 
 def _is_slow(s: Structure) -> bool:
@@ -126,7 +126,14 @@ def relaxed_seeds(
         if turn:
             anchors = bound.anchors
             bound = lower_bound(
-                problem, target, structure=s, flow=flow, start_anchors=anchors, rounds=1, no_swap=no_swap
+                problem,
+                target,
+                structure=s,
+                flow=flow,
+                start_anchors=anchors,
+                rounds=1,
+                held=False,
+                no_swap=no_swap,
             )
         if bound.shares is None:
             break
