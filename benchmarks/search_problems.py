@@ -104,7 +104,6 @@ class GraphBuilder:
             storage_decode_us=sizes / 500e3 + 5.0,
             storage_link_bytes=(sizes // 2).astype(np.int64),
             storage_slot_bytes=(sizes // 2).astype(np.int64),
-            storage_staged=np.ones(storages, np.int8),
             forward_output=np.array(outputs, np.int32),
             backward_output=np.array(gradients, np.int32),
             tangent_storage=np.empty(0, np.int32),

@@ -53,9 +53,8 @@ _aten = torch.ops.aten
 class StorageCodecs:
     """What one storage may be encoded with. Names are empty where there is no such codec.
 
-    encoded_bytes: on the device, as the allocator counts them, under `compress` or a staged `swap`. link_bytes: what a
-    plain copy of the same duration moves. slot_bytes: of the host slot. staged: `swap` encodes on the device first, as
-    all that is chosen here does.
+    encoded_bytes: on the device, as the allocator counts them; `swap` too encodes there first. link_bytes: what a plain
+    copy of the same duration moves. slot_bytes: of the host slot.
     """
 
     compress: str = ""
@@ -65,7 +64,6 @@ class StorageCodecs:
     decode_us: float = 0.0
     link_bytes: int = 0
     slot_bytes: int = 0
-    staged: bool = False
 
 
 NO_CODEC = StorageCodecs()
@@ -151,14 +149,14 @@ class _Chooser:
         encoded = buffer_bytes(name, storage.copy_bytes, dtype)
         size = allocated_bytes(encoded, self.facts.planned_for)
         times = self._kernels_us(name, storage, dtype, encoded)
-        return StorageCodecs(name, name, size, *times, encoded, encoded, staged=True)
+        return StorageCodecs(name, name, size, *times, encoded, encoded)
 
     def _variable_rate(self, name: str, storage: StorageFacts, dtype: torch.dtype, expected: int) -> StorageCodecs:
         worst = buffer_bytes(name, storage.copy_bytes, dtype)
         size = allocated_bytes(worst, self.facts.planned_for)
         times = self._kernels_us(name, storage, dtype, expected)
         link = min(worst, round(expected / LINK_EFFICIENCY))
-        return StorageCodecs("", name, size, *times, link, worst, staged=True)
+        return StorageCodecs("", name, size, *times, link, worst)
 
     def _kernels_us(
         self, name: str, storage: StorageFacts, dtype: torch.dtype, encoded_bytes: int

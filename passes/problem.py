@@ -116,7 +116,6 @@ def build_problem(
         storage_slot_bytes=np.array(
             [o.slot_bytes or s.copy_bytes for o, s in zip(offers, facts.storages, strict=True)], np.int64
         ),
-        storage_staged=np.array([o.staged for o in offers], np.int8),
         forward_output=np.array(facts.forward_outputs, np.int32),
         backward_output=np.array(facts.backward_outputs, np.int32),
         tangent_storage=np.array(facts.tangent_storages, np.int32),

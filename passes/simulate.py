@@ -219,14 +219,14 @@ def holders(problem: Problem, placement: Placements, result: SimResult) -> list[
     moved = (result.saved == 1) & ((placement == SWAP) | (placement == COMPRESS_SWAP))
     leaving = (result.produced <= position) & (position < result.wait_out)
     back = (result.issue_in <= position) & (position <= result.last_backward)
-    staged = moved & (placement == COMPRESS_SWAP) & (g.storage_staged == 1)
-    held[moved & ~staged & (leaving | back)] = 1
+    squeezed = moved & (placement == COMPRESS_SWAP)
+    held[moved & ~squeezed & (leaving | back)] = 1
     sizes = np.where(held == 1, g.storage_bytes, 0)
     # Encoded bytes on the device: from the encode to the decode, or while they wait for the link.
     encoding = (result.produced >= 0) & (result.last_forward <= position)
     waiting = (position < result.wait_out) | ((result.issue_in <= position) & (position <= result.first_backward))
     small = (result.saved == 1) & (placement == COMPRESS) & encoding & (position <= result.first_backward)
-    small |= staged & encoding & waiting
+    small |= squeezed & encoding & waiting
     sizes[small] += g.storage_encoded_bytes[small]
     storages = np.flatnonzero(sizes)
     order = np.argsort(-sizes[storages], kind="stable")

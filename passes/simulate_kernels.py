@@ -53,13 +53,11 @@ class SimArrays(NamedTuple):
     storage_root: Int32
     storage_held: Int8  # alive to the end of the backward once allocated: forward outputs, gradients
     storage_copy_bytes: Int64  # bytes a swap moves
-    storage_encoded_bytes: Int64  # device bytes while encoded there (COMPRESS, and COMPRESS_SWAP where it is staged)
+    storage_encoded_bytes: Int64  # device bytes while encoded there: COMPRESS, and COMPRESS_SWAP on its way
     storage_encode_us: Float64
     storage_decode_us: Float64
     storage_link_bytes: Int64  # bytes that COMPRESS_SWAP moves: at the link's rate they take as long as the transfer
     storage_slot_bytes: Int64  # bytes of the host slot under COMPRESS_SWAP
-    # 1: COMPRESS_SWAP encodes on the device and moves what comes out; 0: a kernel encodes while it writes to the host
-    storage_staged: Int8
     forward_output: Int32  # node ids
     backward_output: Int32  # node ids
     tangent_storage: Int32
@@ -77,17 +75,10 @@ class Link(NamedTuple):
     compute_slowdown: float = 1.0  # computing takes this many times longer beside a copy
 
 
-@njit(cache=True)
-def encoded_mask(placement, staged):  # type: ignore[no-untyped-def]
-    """Per storage: saved under its placement, it is encoded and decoded by instructions of their own.
-
-    An array, made once per call: passing `SimArrays` to a helper would count references of all its arrays up and down.
-    """
-    mask = np.zeros(placement.shape[0], np.uint8)
-    for s in range(placement.shape[0]):
-        if placement[s] == COMPRESS or (placement[s] == COMPRESS_SWAP and staged[s] == 1):
-            mask[s] = 1
-    return mask
+@njit(cache=True, inline="always")
+def is_encoded(choice):  # type: ignore[no-untyped-def]
+    """Whether a storage that is saved so is encoded and decoded by instructions of their own."""
+    return choice == COMPRESS or choice == COMPRESS_SWAP
 
 
 @njit(cache=True, inline="always")
@@ -125,7 +116,6 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
     n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
     decoded = np.zeros(storages, np.uint8)
-    encoded = encoded_mask(placement, g.storage_staged)
     capacity = program.shape[0]
     available = np.zeros(n, np.uint8)
     touched = np.zeros(n, np.int32)
@@ -172,7 +162,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             depth -= 1
             for edge in range(g.read_start[node], g.read_start[node + 1]):
                 storage = g.root_storage[g.backward_alias[g.read_node[edge]]]
-                if storage >= 0 and saved[storage] and not decoded[storage] and encoded[storage]:
+                if storage >= 0 and saved[storage] and not decoded[storage] and is_encoded(placement[storage]):
                     if length + 1 >= capacity:
                         return -1, -1
                     decoded[storage] = 1
@@ -240,12 +230,12 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             forward += 1
     encodes = 0
     for s in range(storages):
-        if saved[s] and encoded[s]:
+        if saved[s] and is_encoded(placement[s]):
             encodes += 1
     if encodes > 0:
         if forward + encodes + length + 1 >= capacity:
             return -1, -1
-        _insert_encodes(g, encoded, saved, program, recomputed, forward, encodes)
+        _insert_encodes(g, placement, saved, program, recomputed, forward, encodes)
         forward += encodes
     for i in range(length):
         program[forward + i] = backward[i]
@@ -254,7 +244,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
 
 
 @njit(cache=True)
-def _insert_encodes(g, encoded, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
+def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
     """Make room in the forward for one instruction per encode, behind the last reader (views pass their use on)."""
     n = g.node_phase.shape[0]
     last = np.full(n, -1, np.int32)
@@ -264,7 +254,7 @@ def _insert_encodes(g, encoded, saved, program, recomputed, forward, encodes):  
         node = program[p]
         kind = g.node_kind[node]
         storage = g.root_storage[node]
-        if storage >= 0 and saved[storage] and encoded[storage]:
+        if storage >= 0 and saved[storage] and is_encoded(placement[storage]):
             behind = max(last[node], p)
             following[storage] = head[behind]
             head[behind] = storage
@@ -322,7 +312,6 @@ def liveness(  # type: ignore[no-untyped-def]
     first_backward[:] = -1
     last_backward[:] = -1
     end = total
-    encoded = encoded_mask(placement, g.storage_staged)
     node_phase = g.node_phase
     node_kind = g.node_kind
     root_storage = g.root_storage
@@ -341,7 +330,7 @@ def liveness(  # type: ignore[no-untyped-def]
             in_backward = False
             for s in range(storages):
                 root = storage_root[s]
-                if root >= 0 and saved[s] and encoded[s]:
+                if root >= 0 and saved[s] and is_encoded(placement[s]):
                     last[root] = -1
                 elif root >= 0 and saved[s] and placement[s] != KEEP:
                     first_backward[s] = first[root]

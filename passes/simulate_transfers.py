@@ -17,8 +17,8 @@ from fxhome.passes.simulate_kernels import (
     COMPRESS,
     SWAP,
     build,
-    encoded_mask,
     instruction_times,
+    is_encoded,
     is_moved,
     liveness,
 )
@@ -54,7 +54,6 @@ def transfers(  # type: ignore[no-untyped-def]
     wait_out[:] = -1
     issue_in[:] = -1
     wait_in[:] = -1
-    encoded = encoded_mask(placement, g.storage_staged)
     times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
     count = 0
     for s in range(storages):
@@ -73,14 +72,14 @@ def transfers(  # type: ignore[no-untyped-def]
                 continue
         else:
             s = g.root_storage[program[p]]
-            if s < 0 or produced[s] != p or not is_moved(placement, saved, s) or encoded[s]:
+            if s < 0 or produced[s] != p or not is_moved(placement, saved, s) or is_encoded(placement[s]):
                 continue
         order[k] = s
         ready[k] = p
         issue_out[s] = p + 1
         wait_in[s] = first_backward[s]
         k += 1
-        size_of[s] = g.storage_encoded_bytes[s] if encoded[s] else g.storage_bytes[s]
+        size_of[s] = g.storage_encoded_bytes[s] if is_encoded(placement[s]) else g.storage_bytes[s]
         link_bytes[s] = g.storage_copy_bytes[s] if placement[s] == SWAP else g.storage_link_bytes[s]
     time_at = np.empty(total + 1, np.float64)
 
@@ -195,7 +194,7 @@ def transfers(  # type: ignore[no-untyped-def]
         issue_in[s] = q
         previous = q
         # What comes back encoded is gone after its decode, whose result `liveness` has counted.
-        until = use if encoded[s] else last_backward[s]
+        until = use if is_encoded(placement[s]) else last_backward[s]
         ending[until] += size
         alive += size
         change[q] += size

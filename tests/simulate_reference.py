@@ -135,7 +135,6 @@ def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw
         storage_decode_us=zeros.copy(),
         storage_link_bytes=size.copy(),
         storage_slot_bytes=size.copy(),
-        storage_staged=np.zeros(storages, np.int8),
         forward_output=np.array([output], np.int32),
         backward_output=np.array(gradients, np.int32),
         tangent_storage=np.array([tangent], np.int32),
