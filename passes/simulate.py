@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from fxhome.passes import simulate_kernels as kernels
-from fxhome.passes import simulate_transfers as copies
+from fxhome.passes import simulate_timeline as timing
 from fxhome.passes.simulate_kernels import (
     COMPRESS,
     COMPRESS_SWAP,
@@ -155,7 +155,7 @@ def simulate(problem: Problem, placement: Placements, budget: int, *, synchronou
     assert problem.allowed[rows, placement].all(), "a placement that the facts do not allow"
     assert not synchronous or not np.isin(placement, (COMPRESS, COMPRESS_SWAP)).any(), "vDNN encodes nothing"
     g = problem.arrays
-    program, recomputed, forward, saved, at, curve, start_us, times, sizes = copies.run_program(
+    program, recomputed, forward, saved, at, curve, start_us, times, sizes = timing.run_program(
         g, problem.link, placement, budget, synchronous
     )
     produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in = at
@@ -189,7 +189,7 @@ def simulate(problem: Problem, placement: Placements, budget: int, *, synchronou
 
 def evaluate(problem: Problem, placement: Placements, budget: int) -> tuple[int, float]:
     """(peak bytes, step us) of `placement` under `budget`; the same figures as `simulate`, with nothing kept."""
-    peak, step = copies.peak_and_step(problem.arrays, problem.link, np.ascontiguousarray(placement, np.int8), budget)
+    peak, step = timing.peak_and_step(problem.arrays, problem.link, np.ascontiguousarray(placement, np.int8), budget)
     return int(peak), float(step)
 
 

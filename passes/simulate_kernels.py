@@ -1,7 +1,7 @@
 """The Numba kernels behind `simulate`, first part: the arrays, program building and liveness.
 
 All kernels work on flat arrays and allocate only arrays whose length is the length of the program. The four steps are
-separate functions, run in this order by `passes.simulate`; the last two are in `simulate_transfers`:
+separate functions, run in this order by `passes.simulate`, the last two in `simulate_transfers`, `simulate_timeline`:
 
     build      placements            -> the order of every executed node, forward then backward, recomputed ones
                                         included, and an instruction for every encode and decode on the device
