@@ -1,0 +1,103 @@
+"""Where the search starts: relaxations rounded, what makes the program wait kept, and views looked through."""
+
+import math
+from concurrent.futures import Future
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from benchmarks.search_problems import GraphBuilder, load_case, residual, transformer
+from fxhome.passes.search import lower_bound, search
+from fxhome.passes.search.bound import Bound
+from fxhome.passes.search.evaluator import Evaluator
+from fxhome.passes.search.flow import read_flow
+from fxhome.passes.search.seeds import SHORT_WAIT, relaxed_seeds, without_waits
+from fxhome.passes.search.structure import instruction_times, read_structure
+from fxhome.passes.simulate import KEEP, SWAP, Link, Problem, evaluate, simulate
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, INPUT
+
+PROFILES = Path(__file__).parents[2] / "benchmarks" / "profiles"
+EVERYTHING = 1 << 60
+
+
+def _peak(problem: Problem) -> int:
+    return evaluate(problem, problem.keep_all(), EVERYTHING)[0]
+
+
+def test_what_the_program_waits_for_is_kept() -> None:
+    problem, _ = transformer(6)
+    s = read_structure(problem)
+    placement = problem.keep_all()
+    moved = s.decisions[s.demanded[s.decisions] & problem.allowed[s.decisions, SWAP]]
+    placement[moved[-20:]] = SWAP  # read again at once: the copies cannot be hidden
+    evaluator = Evaluator(problem, EVERYTHING, 1000)
+
+    calm, waits, peak = without_waits(s, evaluator, placement)
+
+    before, after = (simulate(problem, x, EVERYTHING) for x in (placement, calm))
+    assert waits
+    assert (calm[waits] == KEEP).all()
+    assert np.array_equal(np.flatnonzero(calm != placement), np.unique(waits))
+    assert (peak, after.step_us < before.step_us) == (after.peak_bytes, True)
+    wait = np.diff(after.start_us) - instruction_times(problem.arrays, after.program)
+    assert wait.max() < SHORT_WAIT * after.step_us
+
+
+@pytest.mark.parametrize("share", [0.6, 0.45])
+def test_the_first_plans_of_a_real_model_are_near_the_bound(share: float) -> None:
+    problem, classes = load_case(PROFILES / "resnet50_h200.npz")
+    found = search(problem, int(share * _peak(problem)), storage_class=classes, max_evaluations=0)
+    assert found.gap is not None
+    assert found.gap < 0.02
+
+
+def test_no_seed_comes_from_a_relaxation_that_nothing_meets() -> None:
+    problem, _ = residual(4)
+    s = read_structure(problem)
+    first: Future[Bound] = Future()
+    first.set_result(Bound(math.inf, False, None, ()))
+    evaluator = Evaluator(problem, 1000, 100)
+    assert relaxed_seeds(s, read_flow(s), evaluator, np.random.default_rng(0), first) == []
+    assert evaluator.lower_bound_us == math.inf
+
+
+def test_the_bound_of_a_small_graph_sees_what_a_recomputation_needs_kept() -> None:
+    """SqueezeNet's first convolution is read by no node of the backward, but kept for what is rebuilt from it."""
+    problem, _ = load_case(PROFILES / "squeezenet1_1_h200.npz")
+    budget = int(0.8 * _peak(problem))
+    blind, seeing = (lower_bound(problem, budget, held=held).step_us for held in (False, None))
+    assert seeing > 1.03 * blind
+
+
+def _views() -> Problem:
+    """input -> a -> view of a -> b -> loss; the backward reads the view and b."""
+    b = GraphBuilder()
+    source = b.node(INPUT, [], 0, 0.0)
+    a = b.node(FORWARD, [source], 1000, 5.0)
+    view = b.node(FORWARD, [a], 0, 0.0)
+    last = b.node(FORWARD, [view], 1000, 5.0)
+    loss = b.node(FORWARD, [last], 8, 1.0, movable=False)
+    gradient = b.node(BACKWARD, [loss, view, last], 1000, 5.0)
+    problem, _ = b.problem([loss], [gradient], Link(1e-3, 1e-3, 1.2, 2.0))
+    kind = problem.arrays.node_kind.copy()
+    kind[view] = ALIAS
+    return Problem(problem.arrays._replace(node_kind=kind), problem.link, problem.allowed, problem.group)
+
+
+def test_readers_of_a_view_read_what_it_views() -> None:
+    flow = read_flow(read_structure(_views()))
+    demanded = set(zip(flow.reader.tolist(), flow.source.tolist(), strict=True))
+    assert demanded == {(5, 1), (5, 3), (5, 4), (3, 1), (4, 3)}
+    assert set(zip(flow.once_reader.tolist(), flow.once_source.tolist(), strict=True)) == {(3, 1), (4, 3)}
+    assert np.flatnonzero(flow.seen_through).tolist() == [2]
+    assert np.flatnonzero(flow.certain).tolist() == [1, 2, 3, 4]
+
+
+def test_a_view_of_what_the_backward_reads_otherwise_stays() -> None:
+    problem = _views()
+    alias = problem.arrays.backward_alias.copy()
+    alias[1] = 3  # as where a mutated input has a clone
+    arrays = problem.arrays._replace(backward_alias=alias)
+    flow = read_flow(read_structure(Problem(arrays, problem.link, problem.allowed, problem.group)))
+    assert not flow.seen_through.any()
