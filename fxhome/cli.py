@@ -21,13 +21,14 @@ from fxhome.options import ALLOWED, INNER_BACKENDS, ON_INFEASIBLE, POLICIES
 from fxhome.progress import progress_shown
 
 _SPEC_HELP = "torchvision:resnet50, transformers:gpt2 or path/to/file.py:factory (factory(batch_size) -> model, args)"
+_BYTE_OPTIONS = frozenset({"--memory-budget", "--host-budget", "--reserve"})
 _PLAIN_WIDTH = 120
 """Columns of a table that goes to a file or a pipe."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; return the exit status."""
-    arguments = parser().parse_args(argv)
+    arguments = parser().parse_args(_with_negative_values(sys.argv[1:] if argv is None else argv))
     stdout = sys.stdout
     try:
         # Whatever a library prints while we work must not mix with the result on stdout.
@@ -51,6 +52,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         return 141
     return 0
+
+
+def _with_negative_values(argv: Sequence[str]) -> list[str]:
+    """`--memory-budget -5MB` as one word: argparse would take the value for an option and never name it."""
+    joined: list[str] = []
+    for word in argv:
+        if joined and joined[-1] in _BYTE_OPTIONS and word[:1] == "-" and word[1:2].isdigit():
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
 
 
 def parser() -> argparse.ArgumentParser:

@@ -286,6 +286,7 @@ MISTAKES = [
     (["show", "none.json"], r"fxhome show: error: plan file 'none.json' cannot be read: No such file"),
     (["run", "torchvision:resnet50", "--policy", "psoo"], "policy='psoo' is not allowed (did you mean 'pso'?)"),
     (["run", "torchvision:resnet50", "--memory-budget", "1"], "1 is one byte, 1.0 is 100 %"),
+    (["run", "torchvision:resnet50", "--memory-budget", "-5MB"], "memory_budget='-5MB' is negative"),
     (["run", "torchvision:resnet50", "--memory-budget", "60 parsecs"], "has the unknown unit 'parsecs'"),
     (["run", "torchvision:resnet50", "--memory-budget", "160%"], "'160%' is a share outside (0 %, 100 %]"),
     (["run", "torchvision:resnet50", "--allow", "swp"], "allow='swp' is not allowed (did you mean 'swap'?)"),
