@@ -14,7 +14,7 @@ from fxhome.passes.search.policies import checkpoint, superneurons, vdnn_all, vd
 from fxhome.passes.search.repair import Prices, descend, repair
 from fxhome.passes.search.result import Placements
 from fxhome.passes.search.structure import Structure, instruction_times
-from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP
+from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP
 
 RELAXATIONS, SLOW_RELAXATIONS = 4, 2
 NEAR_BUDGET = 0.01  # of the budget: a peak this near below it leaves nothing to a further relaxation ...
@@ -25,7 +25,7 @@ UNLIMITED = 1 << 60
 # Above this many storages, seeds whose cost grows faster than linearly are left out: linear programs, then Capuchin.
 LARGE_DECISIONS = 4000
 CAPUCHIN_DECISIONS = 20_000
-SLOW_DECISIONS = 600
+SLOW_DECISIONS, VERY_SLOW_DECISIONS = 600, 2500
 HOPELESS = 0.05  # of the best step: a start that is slower before its repair, which only adds, is not repaired
 SAME_STEP = 1e-3  # link prices whose extremes differ by less make no difference
 LINK_PRICES = (0.05, 0.3, 0.7, 1.0, 2.0, 8.0)
@@ -150,6 +150,9 @@ def relaxed_seeds(
             break
         target -= peak - budget
         no_swap[waits] = True
+        if int(s.reachable.sum()) > VERY_SLOW_DECISIONS:
+            # Swaps that this solution does not use are most of the next program's size.
+            no_swap |= np.maximum(bound.shares[:, SWAP], bound.shares[:, COMPRESS_SWAP]) <= 0
     return made
 
 
