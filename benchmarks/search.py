@@ -8,6 +8,7 @@ Writes search.md, search.json and search_convergence.png in benchmarks/results. 
 """
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -177,13 +178,16 @@ def scaling(evaluations: int, names: Sequence[str]) -> list[Row]:
         for _ in range(5):
             evaluate(problem, problem.keep_all(), peak // 2)
         each = (time.perf_counter() - started) / 5
-        result = search(problem, peak // 2, max_evaluations=evaluations, storage_class=classes)
+        endless = Ingredients(patience=1 << 30)
+        spent = time.process_time()
+        result = search(problem, peak // 2, max_evaluations=evaluations, storage_class=classes, ingredients=endless)
         rows.append(
             {
                 "layers": layers,
                 "nodes": int(problem.arrays.node_phase.shape[0]),
                 "evaluation_ms": 1e3 * each,
                 "seconds": result.seconds,
+                "cpu_seconds": time.process_time() - spent,
                 "evaluations": result.evaluations,
                 "step": result.step_us / step,
                 "process_peak_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
@@ -202,7 +206,11 @@ def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         for share in SPEED_SHARES:
             budget = int(share * peak)
-            runs = [search(problem, budget, storage_class=classes) for _ in range(SPEED_RUNS)]
+            spent = [time.process_time()]
+            runs = []
+            for _ in range(SPEED_RUNS):
+                runs.append(search(problem, budget, storage_class=classes))
+                spent.append(time.process_time())
             endless = Ingredients(patience=1 << 30)
             long = search(problem, budget, max_evaluations=LONG_EVALUATIONS, storage_class=classes, ingredients=endless)
             rows.append(
@@ -213,6 +221,7 @@ def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
                     "decisions": int(problem.decisions().shape[0]),
                     "seconds": min(run.seconds for run in runs),
                     "slowest": max(run.seconds for run in runs),
+                    "cpu_seconds": min(after - before for before, after in itertools.pairwise(spent)),
                     "limit": limit,
                     "evaluations": runs[0].evaluations,
                     "step": runs[0].step_us / step,

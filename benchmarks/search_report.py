@@ -81,7 +81,7 @@ def _ablation_text(rows: list[Row]) -> str:
 
 
 def _scaling_text(rows: list[Row]) -> str:
-    keys = ("layers", "nodes", "evaluation_ms", "seconds", "evaluations", "step", "process_peak_mib")
+    keys = ("layers", "nodes", "evaluation_ms", "seconds", "cpu_seconds", "evaluations", "step", "process_peak_mib")
     body = [[f"{r[k]:.3f}" if isinstance(r[k], float) else str(r[k]) for k in keys] for r in rows]
     return "## Scaling\n\n" + _table(keys, body)
 
@@ -94,6 +94,7 @@ def _speed_text(rows: list[Row]) -> str:
             str(r["nodes"]),
             str(r["decisions"]),
             f"{r['seconds']:.1f} ({r['slowest']:.1f})",
+            f"{r['cpu_seconds']:.1f}",
             f"{r['limit']:.0f}",
             str(r["evaluations"]),
             f"{r['step']:.4f}",
@@ -103,7 +104,7 @@ def _speed_text(rows: list[Row]) -> str:
         ]
         for r in rows
     ]
-    head = ["model", "budget", "nodes", "decisions", "s (worst run)", "aim", "evaluations", "step"]
+    head = ["model", "budget", "nodes", "decisions", "s (worst run)", "CPU s", "aim", "evaluations", "step"]
     head += ["gap", "long search", "further off by"]
     return "## Speed of the default search\n\n" + _table(head, body)
 

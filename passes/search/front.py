@@ -11,10 +11,10 @@ from fxhome.passes.search import baselines, policies
 from fxhome.passes.search.bound import SEEN_DECISIONS, lower_bound
 from fxhome.passes.search.capuchin import capuchin
 from fxhome.passes.search.evaluator import Evaluator, Progress
+from fxhome.passes.search.flight import pso
 from fxhome.passes.search.result import Placements, SearchResult, StoppedBy
 from fxhome.passes.search.seeds import Ingredients, smallest
 from fxhome.passes.search.structure import Structure, read_structure
-from fxhome.passes.search.swarm import pso
 from fxhome.passes.simulate import Problem, simulate
 
 Constructive = Callable[[Structure, Evaluator, Sequence[str] | None], Placements]

@@ -1,9 +1,10 @@
-"""The default policy: a discrete particle swarm over placements, feasible first.
+"""The swarm of the default policy: discrete particles over placements, feasible first; `flight` flies it.
 
 What it keeps of HOME's swarm (He et al., IEEE TC 2023): particles are whole placements, drawn to their own best and to
-the swarm's best. What differs: seeds built greedily at several prices of the link instead of uniform vectors; moves act
-on blocks of neighbours and on identical layers at once, not gene by gene; mutation and exchange, so that the swarm does
-not collapse; a particle over the budget is repaired by converting who is alive at its peak.
+the swarm's best. What differs: seeds from published policies, greedy construction and the linear relaxation instead of
+uniform vectors; moves act on blocks of neighbours and on identical layers at once, not gene by gene; mutation and
+exchange, so that the swarm does not collapse; a particle over the budget is repaired by converting who is alive at its
+peak.
 Each ingredient can be switched off for the ablation.
 """
 
@@ -11,28 +12,15 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
-from fxhome.passes.search.flow import read_flow
-from fxhome.passes.search.repair import Prices, Tried, convert, relax
-from fxhome.passes.search.result import Fitness, Placements, StoppedBy
-from fxhome.passes.search.seeds import (
-    LARGE_DECISIONS,
-    Ingredients,
-    constructive_seeds,
-    first_bound,
-    relaxed_seeds,
-    uniform_seeds,
-)
+from fxhome.passes.search.evaluator import Evaluator
+from fxhome.passes.search.repair import Prices, Tried, convert
+from fxhome.passes.search.result import Fitness, Placements
+from fxhome.passes.search.seeds import Ingredients
 from fxhome.passes.search.structure import Int64, Structure, instruction_times, read_storages
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResult
 
 KICK_EVALUATIONS = 300
 WANDER_PRICE = 10.0
-SMALL_NODES = 1500  # evaluations of such a graph are so cheap that a second swarm may start elsewhere
-TINY_NODES = 300  # ... and here the swarm may be patient too
-LEAST_GAIN = 5e-4  # of the step: what counts as progress
-EXPECTED_GAP = 0.01  # a plan this far from the bound is as good as most that cannot be improved
-CLOSE_ENOUGH = 5e-4  # of the lower bound: nothing is left to gain
 WANDER_TRIALS = 4  # neighbours looked at together; the first one that is accepted is taken
 
 
@@ -291,98 +279,3 @@ def waited_for(s: Structure, result: SimResult) -> list[Int64]:
         if queue.shape[0]:
             found.append(queue)
     return found
-
-
-def pso(
-    s: Structure,
-    evaluator: Evaluator,
-    *,
-    seed: int,
-    seeds: Sequence[Placements] = (),
-    ingredients: Ingredients | None = None,
-    storage_class: Sequence[str] | None = None,
-) -> StoppedBy:
-    """Run the swarm to convergence or to its limits; the best is in `evaluator`, and the bound where one was found."""
-    ingredients = ingredients or Ingredients()
-    rng = np.random.default_rng(seed)
-    with evaluator.parallel() as pool:
-        evaluator.protected += 1
-        try:
-            evaluator.score(base_placement(s.problem, s.demanded))
-            made: list[Placements] = []
-            relaxed = ingredients.relaxation and int(s.reachable.sum()) <= LARGE_DECISIONS
-            flow = read_flow(s)
-            bound = pool.submit(first_bound, s, flow, evaluator.budget_bytes) if relaxed else None
-            if ingredients.seeds:
-                made += constructive_seeds(s, evaluator, seeds, ingredients, storage_class)
-            else:
-                made += [np.ascontiguousarray(x, np.int8) for x in seeds]
-                made += uniform_seeds(s, rng, ingredients.particles)
-            if bound is not None:
-                made += relaxed_seeds(s, flow, evaluator, rng, bound)
-            if evaluator.lower_bound_us == np.inf:
-                # Proven: nothing fits. What is left is the smallest peak, and that is not the swarm's to find.
-                return "exhausted"
-        finally:
-            evaluator.protected -= 1
-        try:
-            stopped = _fly(s, evaluator, rng, ingredients, made)
-            if ingredients.restart and _may_gain(s, evaluator):
-                stopped = _fly(s, evaluator, rng, ingredients, uniform_seeds(s, rng, 2 * ingredients.particles))
-            return stopped
-        except OutOfBudgetError as stop:
-            return "seconds" if stop.reason == "seconds" else "evaluations"
-
-
-def _fly(
-    s: Structure,
-    evaluator: Evaluator,
-    rng: np.random.Generator,
-    ingredients: Ingredients,
-    made: Sequence[Placements],
-) -> StoppedBy:
-    """Move the swarm from its seeds until it gains no more, or is at the bound."""
-    swarm = Swarm(s, evaluator, rng, ingredients)
-    for placement in made:
-        swarm.add(placement)
-    if ingredients.seeds:
-        for i in swarm.ranking()[:3]:
-            swarm.add(relax(s, evaluator, swarm.bests[i], max_runs=120))
-    swarm.trim(ingredients.particles)
-    bound_us = evaluator.lower_bound_us or 0.0
-    last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
-    last_kick = last_gain
-    idle = 0
-    while evaluator.evaluations - last_gain < _patience(s, evaluator, ingredients) and idle < 50:
-        if evaluator.best_fitness[0] == 0 and evaluator.best_fitness[1] <= bound_us * (1 + CLOSE_ENOUGH):
-            return "converged"
-        before = evaluator.evaluations
-        swarm.step()
-        idle = idle + 1 if evaluator.evaluations == before else 0
-        if evaluator.best_fitness[0] < last_step[0] or evaluator.best_fitness[1] < last_step[1] * (1 - LEAST_GAIN):
-            last_gain, last_step = evaluator.evaluations, evaluator.best_fitness
-            last_kick = last_gain
-        elif ingredients.mutation and evaluator.evaluations - last_kick >= KICK_EVALUATIONS:
-            swarm.kick()
-            last_kick = evaluator.evaluations
-    return "exhausted" if idle >= 50 else "converged"
-
-
-def _may_gain(s: Structure, evaluator: Evaluator) -> bool:
-    """Whether a second swarm is worth its time: the graph is small, and the best plan is not near the bound."""
-    overflow, step_us = evaluator.best_fitness
-    close = not overflow and step_us <= (evaluator.lower_bound_us or 0.0) * (1 + EXPECTED_GAP)
-    return s.problem.arrays.node_phase.shape[0] <= SMALL_NODES and not close
-
-
-def _patience(s: Structure, evaluator: Evaluator, ingredients: Ingredients) -> int:
-    """Evaluations without a gain after which the swarm stops: more where they are cheap, fewer near the lower bound."""
-    if ingredients.patience is not None:
-        return ingredients.patience
-    base = float(np.clip(4_000_000 / s.problem.arrays.node_phase.shape[0], 800, 3000))
-    overflow, step_us = evaluator.best_fitness
-    if overflow or not evaluator.lower_bound_us:
-        return int(base)
-    gap = step_us / evaluator.lower_bound_us - 1
-    most = 2.5 if s.problem.arrays.node_phase.shape[0] <= TINY_NODES else 1.5
-    return int(base * np.clip(gap / EXPECTED_GAP, 0.25, most))
