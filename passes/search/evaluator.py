@@ -72,11 +72,16 @@ class Evaluator:
         """Seconds since the search began."""
         return time.perf_counter() - self.started
 
+    @property
+    def late(self) -> bool:
+        """Whether the search's seconds are spent."""
+        return self.deadline is not None and time.perf_counter() >= self.deadline
+
     def _spend(self) -> None:
         if not self.protected:
             if self.evaluations >= self.max_evaluations:
                 raise OutOfBudgetError("evaluations")
-            if self.deadline is not None and time.perf_counter() >= self.deadline:
+            if self.late:
                 raise OutOfBudgetError("seconds")
         self.evaluations += 1
 

@@ -123,6 +123,8 @@ def relaxed_seeds(
     bound = first.result()
     evaluator.lower_bound_us = bound.step_us
     for turn in range(RELAXATIONS):
+        if turn and evaluator.late:
+            break
         if turn:
             anchors = bound.anchors
             bound = lower_bound(

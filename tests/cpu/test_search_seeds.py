@@ -62,6 +62,26 @@ def test_no_seed_comes_from_a_relaxation_that_nothing_meets() -> None:
     assert evaluator.lower_bound_us == math.inf
 
 
+def test_no_further_relaxation_is_solved_when_the_seconds_are_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem, _ = transformer(4)
+    s, budget = read_structure(problem), int(0.5 * _peak(problem))
+    first: Future[Bound] = Future()
+    first.set_result(lower_bound(problem, budget, structure=s))
+
+    def solved(*_: object, **__: object) -> Bound:
+        raise AssertionError("another relaxation")
+
+    monkeypatch.setattr("fxhome.passes.search.seeds.lower_bound", solved)
+    for seconds in (0.0, None):
+        evaluator = Evaluator(problem, budget, 1000, search_seconds=seconds)
+        evaluator.protected += 1
+        if seconds is None:
+            with pytest.raises(AssertionError, match="another relaxation"):
+                relaxed_seeds(s, read_flow(s), evaluator, np.random.default_rng(0), first)
+        else:
+            assert relaxed_seeds(s, read_flow(s), evaluator, np.random.default_rng(0), first)
+
+
 def test_the_bound_of_a_small_graph_sees_what_a_recomputation_needs_kept() -> None:
     """SqueezeNet's first convolution is read by no node of the backward, but kept for what is rebuilt from it."""
     problem, _ = load_case(PROFILES / "squeezenet1_1_h200.npz")
