@@ -57,12 +57,15 @@ def constructive_seeds(
     base = base_placement(problem, s.demanded)
     made: list[Placements] = []
 
-    def start(placement: Placements, prices: Prices) -> float:
-        """Repair and add it, unless it is slow before it is even within the budget; its step where it was added."""
+    def start(placement: Placements, prices: Prices, *, given: bool = False) -> float:
+        """Repair and add it, unless it is slow before it is even within the budget; its step in us.
+
+        given: by the caller, and so worth a repair in any case.
+        """
         over, step_us = evaluator.score(placement)
         if over and ingredients.repair:
-            fits, best_us = evaluator.best_fitness
-            if not fits and step_us > best_us * (1 + HOPELESS):
+            best_over, best_us = evaluator.best_fitness
+            if not given and best_over == 0 and step_us > best_us * (1 + HOPELESS):
                 return step_us
             placement, result = repair(s, evaluator, placement, prices)
             step_us = result.step_us
@@ -75,7 +78,7 @@ def constructive_seeds(
         for price in LINK_PRICES[1:-1]:
             start(base, Prices(link=price, share=0.34))
     for given in seeds:
-        start(np.ascontiguousarray(given, np.int8), Prices(link=1.0))
+        start(np.ascontiguousarray(given, np.int8), Prices(link=1.0), given=True)
     published = [checkpoint, vdnn_all] + ([superneurons, vdnn_conv] if storage_class is not None else [])
     if s.decisions.shape[0] <= CAPUCHIN_DECISIONS:
         published.insert(0, capuchin)
