@@ -89,6 +89,7 @@ def correct_recorded_values(module: fx.GraphModule) -> None:
 
     Views of a corrected result are inferred again, so that they still share its storage.
     """
+    corrected: set[fx.Node] = set()
     replaced: dict[int, torch.Tensor] = {}  # what was recorded, by storage; kept, so that no storage is met again
     for node in module.graph.nodes:
         types = _true_types(node)
@@ -105,8 +106,9 @@ def correct_recorded_values(module: fx.GraphModule) -> None:
             wrong = [old for old, new in zip(node.meta["val"], results, strict=True) if old is not new]
             replaced.update({value.untyped_storage()._cdata: value for value in wrong})
             node.meta["val"] = tuple(results)
-        elif node.target is operator.getitem:
-            node.meta["val"] = node.args[0].meta["val"][node.args[1]]
+            corrected.add(node)
+        elif node.target is operator.getitem and node.all_input_nodes[0] in corrected:
+            node.meta["val"] = node.all_input_nodes[0].meta["val"][node.args[1]]
         elif replaced and _shares_storage(node.meta.get("val"), replaced):
             _infer_value(node)
 
@@ -116,7 +118,8 @@ def _true_types(node: fx.Node) -> dict[int, torch.dtype]:
     packet = getattr(node.target, "overloadpacket", None)
     if packet not in _NORMS_WITH_STATISTICS and packet is not torch.ops.aten.native_group_norm_backward:
         return {}
-    values = [source.meta["val"] for source in node.all_input_nodes]
+    values = [leaf.meta["val"] for leaf in node.args if isinstance(leaf, fx.Node)]
+    values = [value for value in values if isinstance(value, torch.Tensor)]
     is_half = values[0].device.type == "cpu" and values[0].dtype in (torch.bfloat16, torch.float16)
     if not is_half or all(value.dtype is not torch.float32 for value in values[1:]):
         return {}
@@ -130,7 +133,7 @@ def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
     """The result of a reduced loss whose kernel shrinks a buffer of all elements' losses to one; None for others."""
     if getattr(node.target, "overloadpacket", None) not in _LOSSES_IN_PLACE or node.meta["val"].ndim:
         return None
-    source, target = (argument.meta["val"] for argument in node.all_input_nodes[:2])
+    source, target = (leaf.meta["val"] for leaf in node.args[:2] if isinstance(leaf, fx.Node))
     if source.ndim == 0:
         return None
     with _fake_mode_of(source):

@@ -10,6 +10,7 @@ from torch import fx
 
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import (
+    correct_recorded_values,
     is_backward_seed,
     is_tangent,
     joint_outputs,
@@ -126,3 +127,25 @@ def test_the_example_has_the_operators_it_is_meant_to_have() -> None:
     names = targets(module.graph)
     assert sum("aten.mm" in name for name in names) == 3 + 5  # forward; backward without x's gradient
     assert names.count("aten.tanh.default") == 3
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_recorded_types_and_bytes_are_put_right(dynamic: bool) -> None:
+    scale = torch.ones(16)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.group_norm((x @ weight).bfloat16(), 4, scale)
+        return torch.nn.functional.mse_loss(y, y)
+
+    weight = torch.randn(32, 16, requires_grad=True)
+    module, _ = joint_graph(normed, torch.randn(8, 32), weight, dynamic=dynamic)
+    correct_recorded_values(module)
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    norm, loss = nodes["aten.native_group_norm.default"], nodes["aten.mse_loss.default"]
+    assert [value.dtype for value in norm.meta["val"]] == [torch.bfloat16, torch.float32, torch.float32]
+    assert loss.meta["val"].untyped_storage().nbytes() == 8 * 16 * 2
+    for item in norm.users:
+        value = item.meta["val"]
+        for view in [user for user in item.users if user.target is torch.ops.aten.detach.default]:
+            assert view.meta["val"].dtype == value.dtype
+            assert view.meta["val"].untyped_storage()._cdata == value.untyped_storage()._cdata
