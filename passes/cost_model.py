@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import math
+import operator
 import os
 import tempfile
 from collections.abc import Callable
@@ -27,6 +28,7 @@ from fxhome.device import DeviceProfile, allocatable_bytes, cache_directory, mea
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
 from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources
+from fxhome.passes.kernel_reads import unshared_reads
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
 from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
@@ -178,22 +180,23 @@ def node_costs(
 
 def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile) -> dict[int, float]:
     """Time of generated loops by node index: bytes in memory that they read and write; nothing for what is inlined."""
-    not_written = {node for i, node in enumerate(nodes) if facts.node_kind[i] in (ALIAS, VIRTUAL)}
-    sources = memory_sources(nodes, not_written)
+    aliases = {node for i, node in enumerate(nodes) if facts.node_kind[i] in (ALIAS, GETITEM)}
+    virtual = {node for i, node in enumerate(nodes) if facts.node_kind[i] == VIRTUAL}
+    sources = memory_sources(nodes, virtual | {node for node in aliases if node.target is not operator.getitem})
+    written = {node for i, node in enumerate(nodes) if facts.node_kind[i] == OWNER and is_generated_loop(node)}
+    reads = unshared_reads(nodes, facts.node_phase, sources, written, aliases)
     costs: dict[int, float] = {}
     seen: set[object] = set()
     for i, node in enumerate(nodes):
-        if facts.node_kind[i] == VIRTUAL:
+        if node in virtual:
             costs[i] = 0.0
-        elif facts.node_kind[i] == OWNER and is_generated_loop(node):
-            read = sum(_result_bytes(source) for source in sources[node])
+        elif node in written:
+            read, launch = sum(_result_bytes(source) for source in reads[node]), FUSED_LAUNCH_US
             if is_reduction(node):
                 # Sums of the same elements are taken in one pass: batch norm's backward needs two of them.
                 loop = (facts.node_phase[i], sources[node], str(node.args[1:]))
-                read, launch = (0, 0.0) if loop in seen else (read, FUSED_LAUNCH_US)
+                read, launch = (0, 0.0) if loop in seen else (read, launch)
                 seen.add(loop)
-            else:
-                launch = FUSED_LAUNCH_US
             costs[i] = launch + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
         elif is_effectful(node) and is_generated_loop(node):
             # A running statistic is written by the kernel that computes it.

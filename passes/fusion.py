@@ -6,14 +6,16 @@
     memory
 
 The rules follow Inductor's: pointwise results are inlined into pointwise and reduction readers until they read too many
-buffers; anything else is a kernel of its own. The real decision is checked after lowering; this one steers the search.
+buffers; one reader over the same elements ends up in the same kernel however much it reads; anything else is a kernel
+of its own. The real decision is checked after lowering; this one steers the search.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxhome.passes.torch_compat import inductor_generates
 
@@ -169,7 +171,7 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
             operators[node] = max((operators[source] for source in inputs), default=0)
             continue
         count = 1 + sum(operators[source] for source in set(inputs))
-        inlined = is_pointwise(node) or operator_name(node) in _WINDOW_LOOPS
+        inlined = is_pointwise(node) or (operator_name(node) in _WINDOW_LOOPS and _ends_in_one_kernel(node, readers))
         if inlined and _stays_inside(node, readers[node], read, count):
             virtual.add(node)
             sources[node] = read
@@ -183,9 +185,36 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
 def _stays_inside(node: fx.Node, readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
     if not readers or not all(_inlines(reader, node) for reader in readers):
         return False
+    if len(readers) == 1 and _elements(node) == iterations(readers[0]) != 0:
+        return True
     if len(read) > MAX_READS or operators > MAX_OPERATORS:
         return False
     return len(readers) == 1 or len(read) <= MAX_READS_SHARED
+
+
+def _ends_in_one_kernel(node: fx.Node, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> bool:
+    """Whether all that a window loop's result is inlined into is one kernel: each element takes many reads, and a
+    result with two readers would take them twice.
+    """
+    while len(readers[node]) == 1 and _inlines(readers[node][0], node):
+        (node,) = readers[node]
+        if is_reduction(node):
+            return True
+    return not readers[node] or not all(_inlines(reader, node) for reader in readers[node])
+
+
+def iterations(node: fx.Node) -> int:
+    """Elements that a loop goes over: those of its largest operand for a reduction, of its result otherwise."""
+    return (
+        max((_elements(source) for source in node.all_input_nodes), default=0)
+        if is_reduction(node)
+        else _elements(node)
+    )
+
+
+def _elements(node: fx.Node) -> int:
+    leaves = tree_leaves(node.meta.get("val"))
+    return max((int(leaf.numel()) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
 
 
 def memory_sources(nodes: Sequence[fx.Node], not_written: set[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -62,17 +62,59 @@ def test_a_result_that_nobody_reads_is_written() -> None:
     assert virtual_nodes(nodes, set()) == set()
 
 
-def test_too_many_reads_end_a_fusion() -> None:
+def summed(count: int, shape: tuple[int, ...], *readers: Callable[..., object]) -> list[fx.Node]:
+    """A sum of `count` tensors and what reads it, with values as a traced graph has them."""
+
     def build(graph: fx.Graph, x: list[fx.Node]) -> None:
         total = graph.call_function(aten.sin.default, (x[0],))
         for other in x[1:]:
             total = graph.call_function(aten.add.Tensor, (total, other))
-        graph.call_function(aten.sum.default, (total,))
+        for reader in readers:
+            graph.call_function(reader, (total, *([torch.empty(2, *shape)] if reader is aten.mul.Tensor else ())))
 
-    few, many = graph_of(build, 4), graph_of(build, MAX_READS + 4)
-    assert len(virtual_nodes(few, set())) == 4
-    written = [node for node in many if is_pointwise(node) and node not in virtual_nodes(many, set())]
-    assert written
+    nodes = graph_of(build, count)
+    for node in nodes:
+        node.meta["val"] = torch.empty(shape, device="meta")
+        if node.target is aten.mul.Tensor:
+            node.meta["val"] = torch.empty(2, *shape, device="meta")
+    return nodes
+
+
+def test_too_many_reads_end_a_fusion_with_several_readers_or_another_loop() -> None:
+    def written(nodes: list[fx.Node]) -> int:
+        virtual = virtual_nodes(nodes, set())
+        return sum(is_pointwise(node) and node not in virtual and bool(node.users) for node in nodes)
+
+    many = MAX_READS + 4
+    assert written(summed(4, (8, 8), aten.sum.default, aten.amax.default)) == 0
+    assert written(summed(many, (8, 8), aten.sum.default, aten.amax.default)) == 1
+    # One reader over the same elements is in the same kernel, one over more elements would repeat the work.
+    assert written(summed(many, (8, 8), aten.sum.default)) == 0
+    assert written(summed(many, (8, 8), aten.mul.Tensor)) == 1
+
+
+def test_a_window_is_inlined_only_where_that_ends_in_one_kernel() -> None:
+    def pooled(readers: int) -> list[fx.Node]:
+        def build(graph: fx.Graph, x: list[fx.Node]) -> None:
+            extra = ([3, 3], [2, 2], [0, 0], [1, 1], False, x[2])
+            grad = graph.call_function(aten.max_pool2d_with_indices_backward.default, (x[0], x[1], *extra))
+            mask = graph.call_function(aten.threshold_backward.default, (grad, x[1], 0))
+            for _ in range(readers):
+                graph.call_function(aten.sum.dim_IntList, (mask, [0]))
+
+        nodes = graph_of(build, 3)
+        for node in nodes:
+            node.meta["val"] = torch.empty(8, 8, device="meta")
+        return nodes
+
+    def names(nodes: list[fx.Node]) -> set[str]:
+        return {operator_name(node) for node in virtual_nodes(nodes, set())}
+
+    window = "aten::max_pool2d_with_indices_backward"
+    assert names(pooled(1)) == {window, "aten::threshold_backward"}
+    assert names(pooled(2)) == {"aten::threshold_backward"}
+    # What is masked is written: the kernel that writes it has the window inside.
+    assert names(pooled(0)) == {window}
 
 
 def test_kinds_of_operators() -> None:

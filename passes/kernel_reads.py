@@ -1,0 +1,72 @@
+"""What a generated kernel reads from memory, where a fusing compiler puts several loops into one kernel.
+
+    sum(dy), sum(dy * x)       both over the same elements of dy, neither needs the other: dy is read once
+    a = relu(g), b = a * 2     a is written, others read it too, but b has it in a register
+    dx = dy - mean(dy)         needs a whole pass over dy first: dy is read again
+
+Only for the backward: what the forward makes may be made again alone, where nothing is shared.
+"""
+
+from collections.abc import Collection, Mapping, Sequence
+
+from torch import fx
+
+from fxhome.passes.fusion import is_generated_loop, is_reduction, iterations
+from fxhome.passes.simulate_kernels import BACKWARD
+
+MAX_LOOPS_BETWEEN = 64
+"""Loops farther apart in the graph are not fused: what is between them would be alive for nothing."""
+
+
+def unshared_reads(
+    nodes: Sequence[fx.Node],
+    phase: Sequence[int],
+    reads: Mapping[fx.Node, frozenset[fx.Node]],
+    loops: Collection[fx.Node],
+    aliases: Collection[fx.Node],
+) -> dict[fx.Node, frozenset[fx.Node]]:
+    """For each of `loops`, what it reads that no earlier loop of its kernel has at hand.
+
+    reads: what each loop reads from memory. loops: those with a result in memory. aliases: nodes that only name memory.
+    """
+    behind = _behind_a_pass(nodes, aliases)
+    # The loops that have a tensor at hand while they run, since they read or make it: (node index, number of loop).
+    at_hand: dict[tuple[fx.Node, int], list[tuple[int, int]]] = {}
+    result: dict[fx.Node, frozenset[fx.Node]] = {}
+    number = 0
+    for i, node in enumerate(nodes):
+        if node not in loops:
+            continue
+        number += 1
+        result[node] = reads[node]
+        if phase[i] != BACKWARD:
+            continue
+        space = iterations(node)
+        own = set()
+        for source in reads[node]:
+            known = at_hand.setdefault((source, space), [])
+            if not any(number - other <= MAX_LOOPS_BETWEEN and not behind[i] >> j & 1 for j, other in known):
+                own.add(source)
+            known.append((i, number))
+        if not is_reduction(node):
+            at_hand.setdefault((node, space), []).append((i, number))
+        result[node] = frozenset(own)
+    return result
+
+
+def _behind_a_pass(nodes: Sequence[fx.Node], aliases: Collection[fx.Node]) -> list[int]:
+    """Bit sets by node index: the ancestors whose kernel must have ended before the node's can begin."""
+    index = {node: i for i, node in enumerate(nodes)}
+    closed: list[int] = []
+    every: list[int] = []
+    for node in nodes:
+        ended = known = 0
+        for source in node.all_input_nodes:
+            j = index[source]
+            reached = every[j] | 1 << j
+            known |= reached
+            flows = source in aliases or (is_generated_loop(source) and not is_reduction(source))
+            ended |= closed[j] if flows or source.op == "placeholder" else reached
+        closed.append(ended)
+        every.append(known)
+    return closed
