@@ -25,7 +25,7 @@ from fxhome.lowered_store import recall, remember
 from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
-from fxhome.passes.pipeline import Planned, Situation, rewrite, with_lowering
+from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
@@ -33,8 +33,6 @@ from fxhome.units import format_bytes
 log = logging.getLogger("fxhome")
 
 MAX_REPLANS = 2
-# The figure must still do when it is asked for, with whatever else the process holds by then.
-MINIMUM_SLACK_BYTES = 4 << 20
 
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
 
@@ -146,7 +144,7 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         _lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = _checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
-    return predicted + situation.error_bound_bytes + MINIMUM_SLACK_BYTES
+    return predicted + situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
 
 
 def _never_run(_: list[Any]) -> Any:

@@ -167,7 +167,8 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
         inputs = [source for source in node.all_input_nodes if source in sources]
         read = frozenset().union(*(sources[source] for source in inputs)) if inputs else frozenset()
         if node in aliases:
-            sources[node] = read
+            # Each result of a call is a buffer of its own; a view is what it views.
+            sources[node] = frozenset({node}) if node.target is operator.getitem else read
             operators[node] = max((operators[source] for source in inputs), default=0)
             continue
         count = 1 + sum(operators[source] for source in set(inputs))

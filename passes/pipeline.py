@@ -46,6 +46,9 @@ LEAVE_ROOM_TRIALS = 6
 MAX_BOUND_DECISIONS = 4000
 """The linear program behind `gap` is solved up to this many decisions; beyond, it would take longer than the search."""
 RESIDENT_SLACK_BYTES = {"cpu": 1 << 16, "cuda": 4 << 20}
+"""What a named minimum is above what was found: it must still do when it is asked for, with whatever else the process
+holds by then (a loss, a random state).
+"""
 T = TypeVar("T")
 
 
@@ -438,8 +441,6 @@ def infeasible(
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
-    # The figure must still do when it is asked for, with whatever else the process holds by then (a loss, a random
-    # state).
     minimum = fixed + smallest + RESIDENT_SLACK_BYTES[facts.planned_for]
     held = (
         ("resident before the step (weights, inputs, optimizer state, gradients)", resident),
