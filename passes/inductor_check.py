@@ -238,17 +238,36 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
     """Bring the peak under `limit_bytes`: copies make way, then kernels fused across the worst moment come apart."""
     nodes = relieve(nodes, buffers, limit_bytes)
     for _ in range(MAX_SPLITS):
-        curve, _ = buffers.curve(nodes)
-        worst = max(range(len(curve)), key=curve.__getitem__, default=0)
-        if not curve or curve[worst] <= limit_bytes:
+        peak_bytes, worst = _worst(nodes, buffers)
+        if peak_bytes <= limit_bytes:
             break
         split = unfuse.come_apart(nodes, worst)
-        if split is None:
+        if split is not None:
+            nodes, buffers = _settled(split, buffers, limit_bytes)
+            continue
+        sizes = {buffer.name: buffer.size_bytes for buffer in buffers.buffers}
+        for tried in unfuse.held_back(nodes, worst, sizes):
+            order, counted = _settled(tried, buffers, limit_bytes)
+            if _worst(order, counted)[0] < peak_bytes:
+                nodes, buffers = order, counted
+                break
+        else:
             break
-        nodes = _respect_dependencies(split, split, _unpackers(split))
-        buffers = LoweredBuffers(nodes, buffers.workspace_by_name)
-        nodes = relieve(nodes, buffers, limit_bytes)
     return nodes, buffers
+
+
+def _settled(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
+    """An order with other kernels: dependencies first, then copies out of the way."""
+    nodes = _respect_dependencies(nodes, nodes, _unpackers(nodes))
+    counted = LoweredBuffers(nodes, buffers.workspace_by_name)
+    return relieve(nodes, counted, limit_bytes), counted
+
+
+def _worst(nodes: list[Any], buffers: LoweredBuffers) -> tuple[int, int]:
+    """(bytes at the worst moment, its index)."""
+    curve, _ = buffers.curve(nodes)
+    worst = max(range(len(curve)), key=curve.__getitem__, default=0)
+    return (curve[worst] if curve else 0), worst
 
 
 def relieve(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:
@@ -259,9 +278,8 @@ def relieve(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list
     """
     moves = _Moves(nodes)
     for _ in range(MAX_MOVES):
-        curve, _ = buffers.curve(nodes)
-        worst = max(range(len(curve)), key=curve.__getitem__, default=0)
-        if not curve or curve[worst] <= limit_bytes:
+        peak_bytes, worst = _worst(nodes, buffers)
+        if peak_bytes <= limit_bytes:
             break
         moved = moves.reload_later(nodes, worst) or moves.release_earlier(nodes, worst)
         if moved is None:

@@ -1,13 +1,18 @@
-"""Take apart a kernel that Inductor fused from loops that have nothing but an input in common.
+"""Take apart kernels that Inductor fused for time where memory is short.
 
     gelu(x) for a weight's gradient, gelu'(x) * g for the next   -> fused: both results and g are alive at once
     plan: gelu(x), its reader, then gelu'(x) * g                 -> apart: one result is gone before the other is made
 
+    mean(x) for now, x - mean(x) for later                       -> fused: the second waits in memory
+    plan: the second is made when it is read                     -> held back
+
 A plan counts on its own order; such a fusion costs less time than it costs memory where memory is short.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+
+MAX_CANDIDATES = 4
 
 
 def come_apart(nodes: Sequence[Any], worst: int) -> list[Any] | None:
@@ -26,6 +31,51 @@ def come_apart(nodes: Sequence[Any], worst: int) -> list[Any] | None:
     last = max(readers, default=worst)
     region = sorted([*pieces, *nodes[worst + 1 : last + 1]], key=lambda node: node.max_order)
     return [*nodes[:worst], *region, *nodes[last + 1 :]]
+
+
+def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> Iterator[list[Any]]:
+    """Orders in which a kernel before `worst` leaves to a second kernel what is read only behind `worst`, most first.
+
+    size_bytes: of every buffer. An order that is not kept is taken back when the next one is asked for.
+    """
+    index = {node: i for i, node in enumerate(nodes)}
+    readers: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for dep in node.unmet_dependencies:
+            readers.setdefault(dep.name, []).append(i)
+    found = []
+    for node in nodes[:worst]:
+        if type(node).__name__ not in ("FusedSchedulerNode", "SchedulerNode"):
+            continue
+        late = _read_late(node, index[node], worst, readers, len(nodes))
+        made = [buffer.get_name() for loop in late for buffer in loop.get_outputs()]
+        outside = [name for name in made if any(i != index[node] for i in readers.get(name, [len(nodes)]))]
+        gain = sum(size_bytes.get(name, 0) for name in outside)
+        if gain:
+            first = min((i for name in made for i in readers.get(name, []) if i > worst), default=len(nodes))
+            found.append((gain, index[node], late, first))
+    found.sort(key=lambda item: (-item[0], item[1]))
+    for _, i, late, first in found[:MAX_CANDIDATES]:
+        node = nodes[i]
+        early = [loop for loop in node.get_nodes() if loop not in late]
+        pieces = [_joined(node.scheduler, early)] if early else []
+        back = _joined(node.scheduler, late) if early else node
+        yield [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
+        node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
+
+
+def _read_late(node: Any, place: int, worst: int, readers: Mapping[str, Sequence[int]], end: int) -> list[Any]:
+    """The loops of a kernel whose results nobody needs before `worst`; outputs of the graph are needed at its end."""
+    late: list[Any] = []
+    needed_inside: set[str] = set()
+    for loop in reversed(node.get_nodes()):
+        names = [buffer.get_name() for buffer in loop.get_outputs()]
+        outside = [i for name in names for i in readers.get(name, []) if i != place]
+        if all(i > worst for i in outside) and not any(name in needed_inside for name in names):
+            late.insert(0, loop)
+        else:
+            needed_inside |= {dep.name for dep in loop.unmet_dependencies}
+    return late
 
 
 def independent_parts(node: Any) -> list[list[Any]]:

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes.inductor_check import _respect_dependencies, _unpackers
-from fxhome.passes.unfuse import come_apart, independent_parts
+from fxhome.passes.inductor_check import _respect_dependencies, _unpackers, fit
+from fxhome.passes.lowered_buffers import LoweredBuffers
+from fxhome.passes.unfuse import come_apart, held_back, independent_parts
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
@@ -68,6 +69,88 @@ def test_loops_between_which_something_flows_stay_together() -> None:
 
     assert after == before
     torch.testing.assert_close(found, function(x))
+
+
+class Fitted(_Pass):  # type: ignore[misc]
+    """Asks for less than the order that Inductor chose needs."""
+
+    def __init__(self) -> None:
+        self.peaks: list[int] = []
+        self.orders: list[list[str]] = []
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        buffers = LoweredBuffers(nodes, {})
+        before = buffers.peak(nodes)
+        fitted, counted = fit(nodes, buffers, before.peak_bytes - 1)
+        self.peaks = [before.peak_bytes, counted.peak(fitted).peak_bytes]
+        self.orders = [[str(node.get_name()) for node in order] for order in (nodes, fitted)]
+        return fitted
+
+    def uuid(self) -> Any:
+        return None
+
+
+def fitted(function: Any, *args: torch.Tensor) -> tuple[Any, Fitted]:
+    check = Fitted()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(_post_fusion_custom_pass=check, fx_graph_cache=False):
+        found = torch.compile(function, dynamic=False)(*args)
+    return found, check
+
+
+def test_what_is_read_only_behind_the_worst_moment_is_made_behind_it() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        now, later = torch.sin(x), torch.cos(x).double()
+        small = (now @ w) @ w.t()
+        return later @ small.double()
+
+    x, w = torch.randn(64, 64), torch.randn(64, 512)
+
+    found, check = fitted(function, x, w)
+
+    before, after = check.peaks
+    assert after < before
+    assert len(check.orders[1]) >= len(check.orders[0])
+    torch.testing.assert_close(found, function(x, w), rtol=1e-3, atol=1e-2)
+
+
+def test_a_fit_that_holding_back_does_not_help_leaves_the_kernels_as_they_were() -> None:
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.exp(x) @ w
+
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+
+    found, check = fitted(function, x, w)
+
+    assert check.peaks[0] == check.peaks[1]
+    assert check.orders[0] == check.orders[1]
+    torch.testing.assert_close(found, function(x, w))
+
+
+def test_an_order_that_is_not_taken_leaves_the_scheduler_as_it_was() -> None:
+    class Asks(_Pass):  # type: ignore[misc]
+        def __call__(self, nodes: list[Any]) -> list[Any]:
+            known = dict(nodes[0].scheduler.name_to_fused_node)
+            sizes = {buffer.get_name(): 1 for node in nodes for buffer in node.get_outputs()}
+            self.tried = sum(1 for worst in range(len(nodes)) for _ in held_back(nodes, worst, sizes))
+            self.unchanged = nodes[0].scheduler.name_to_fused_node == known
+            return nodes
+
+        def uuid(self) -> Any:
+            return None
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        a, b = torch.sin(x), torch.exp(x)
+        return ((a @ w) @ w) + b @ w
+
+    asks = Asks()
+    torch._dynamo.reset()
+    x, w = torch.randn(64, 64), torch.randn(64, 64)
+    with torch._inductor.config.patch(_post_fusion_custom_pass=asks, fx_graph_cache=False):
+        torch.compile(function, dynamic=False)(x, w)
+
+    assert asks.tried > 0
+    assert asks.unchanged
 
 
 @pytest.mark.parametrize("node", [object()])
