@@ -37,6 +37,7 @@ from fxhome.passes import cost_model, inductor_check, pipeline
 PROFILES = Path(__file__).parent / "profiles"
 SLACK = "1000GB"
 KERNEL_US = 2.0
+Item = tuple[str, object, float]
 
 
 @dataclass
@@ -137,7 +138,7 @@ def measure(name: str, budget: str) -> Row:
         try:
             variant = inner_inductor.compile_inductor(gm, inputs, plan_step, situation)
             row.lowered_bytes = variant.planned.plan.predicted_peak_bytes
-            row.lowered_ms, row.stalls_ms = recorder.replay()
+            row.lowered_ms, row.stalls_ms = replay([recorder.graphs[False], recorder.graphs[True]], profile)
         except InfeasibleBudgetError as refusal:
             row.refused = f"at least {refusal.minimum_bytes / 1e9:.2f} GB"
         raise _DoneError
@@ -188,11 +189,11 @@ def _known_times(wanted: dict[str, Any], cache: Any, _: str) -> None:
 
 
 class Recorder:
-    """Keeps the kernels and copies of the last lowered forward and backward, and replays them."""
+    """Keeps the kernels and copies of the last lowered forward and backward."""
 
     def __init__(self, profile: DeviceProfile) -> None:
         self.profile = profile
-        self.graphs: dict[bool, list[tuple[str, object, float]]] = {}
+        self.graphs: dict[bool, list[Item]] = {}
         self.times: dict[str, float] = {}
         costs, check = pipeline.node_costs, inductor_check.ScheduleCheck.__call__
 
@@ -211,7 +212,7 @@ class Recorder:
         pipeline.node_costs = remember_costs
         inductor_check.ScheduleCheck.__call__ = remember_nodes
 
-    def _item(self, node: Any, graph: Any) -> list[tuple[str, object, float]]:
+    def _item(self, node: Any, graph: Any) -> list[Item]:
         operator = inductor_check.transfer_of(node)
         if operator is None:
             if all(type(inner.node).__name__ == "MultiOutput" for inner in node.get_nodes()):
@@ -232,23 +233,28 @@ class Recorder:
         origins = [o.name for inner in node.get_nodes() if inner.node is not None for o in inner.node.get_origins()]
         return max((self.times.get(name, 0.0) for name in origins), default=0.0)
 
-    def replay(self) -> tuple[float, float]:
-        """(ms per step, ms of it that kernels wait for copies). Codecs on the way count nothing."""
-        now = stalls = 0.0
-        free = {"swap_out": 0.0, "swap_in": 0.0}
-        rate = {"swap_out": self.profile.d2h_bytes_per_s, "swap_in": self.profile.h2d_bytes_per_s}
-        done: dict[object, float] = {}
-        for is_backward in (False, True):
-            for kind, name, amount in self.graphs[is_backward]:
-                if kind == "kernel":
-                    now += amount
-                elif kind in free:
-                    begin = max(now, free[kind])
-                    done[name] = free[kind] = begin + self.profile.copy_latency_us + 1e6 * amount / rate[kind]
-                elif done.get(name, 0.0) > now:
-                    stalls += done[name] - now
-                    now = done[name]
-        return now / 1e3, stalls / 1e3
+
+def replay(graphs: Sequence[Sequence[Item]], profile: DeviceProfile) -> tuple[float, float]:
+    """(ms per step, ms of it that kernels wait for copies) of a forward and a backward, one behind the other.
+
+    An item is a kernel with its microseconds, a copy with what it moves and its bytes, or a wait with what it waits
+    for. Copies of one direction run in order, beside the kernels. Codecs on the way count nothing.
+    """
+    now = stalls = 0.0
+    free = {"swap_out": 0.0, "swap_in": 0.0}
+    rate = {"swap_out": profile.d2h_bytes_per_s, "swap_in": profile.h2d_bytes_per_s}
+    done: dict[object, float] = {}
+    for items in graphs:
+        for kind, name, amount in items:
+            if kind == "kernel":
+                now += amount
+            elif kind in free:
+                begin = max(now, free[kind])
+                done[name] = free[kind] = begin + profile.copy_latency_us + 1e6 * amount / rate[kind]
+            elif done.get(name, 0.0) > now:
+                stalls += done[name] - now
+                now = done[name]
+    return now / 1e3, stalls / 1e3
 
 
 if __name__ == "__main__":

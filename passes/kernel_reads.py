@@ -29,15 +29,13 @@ def unshared_reads(
 
     reads: what each loop reads from memory. loops: those with a result in memory. aliases: nodes that only name memory.
     """
-    behind = _behind_a_pass(nodes, aliases)
-    # The loops that have a tensor at hand while they run, since they read or make it: (node index, number of loop).
-    at_hand: dict[tuple[fx.Node, int], list[tuple[int, int]]] = {}
+    number, behind = _behind_a_pass(nodes, loops, aliases)
+    # The loops that have a tensor at hand while they run, since they read or make it, by their numbers.
+    at_hand: dict[tuple[fx.Node, int], list[int]] = {}
     result: dict[fx.Node, frozenset[fx.Node]] = {}
-    number = 0
     for i, node in enumerate(nodes):
         if node not in loops:
             continue
-        number += 1
         result[node] = reads[node]
         if phase[i] != BACKWARD:
             continue
@@ -45,28 +43,41 @@ def unshared_reads(
         own = set()
         for source in reads[node]:
             known = at_hand.setdefault((source, space), [])
-            if not any(number - other <= MAX_LOOPS_BETWEEN and not behind[i] >> j & 1 for j, other in known):
+            distances = [number[i] - other for other in known[-MAX_LOOPS_BETWEEN - 1 :]]
+            if not any(distance <= MAX_LOOPS_BETWEEN and not behind[i] >> distance & 1 for distance in distances):
                 own.add(source)
-            known.append((i, number))
+            known.append(number[i])
         if not is_reduction(node):
-            at_hand.setdefault((node, space), []).append((i, number))
+            at_hand.setdefault((node, space), []).append(number[i])
         result[node] = frozenset(own)
     return result
 
 
-def _behind_a_pass(nodes: Sequence[fx.Node], aliases: Collection[fx.Node]) -> list[int]:
-    """Bit sets by node index: the ancestors whose kernel must have ended before the node's can begin."""
+def _behind_a_pass(
+    nodes: Sequence[fx.Node], loops: Collection[fx.Node], aliases: Collection[fx.Node]
+) -> tuple[list[int], list[int]]:
+    """(how many loops there are up to each node, which of the last ones must have ended before its kernel can begin).
+
+    The latter are bit sets, bit k for the loop k before: farther ones do not matter, so they stay small.
+    """
     index = {node: i for i, node in enumerate(nodes)}
+    window = (1 << MAX_LOOPS_BETWEEN + 1) - 1
+    number: list[int] = []
     closed: list[int] = []
     every: list[int] = []
     for node in nodes:
+        here = (number[-1] if number else 0) + (node in loops)
         ended = known = 0
         for source in node.all_input_nodes:
             j = index[source]
-            reached = every[j] | 1 << j
+            distance = here - number[j]
+            if distance > MAX_LOOPS_BETWEEN:
+                continue
+            reached = (every[j] | (source in loops)) << distance
             known |= reached
             flows = source in aliases or (is_generated_loop(source) and not is_reduction(source))
-            ended |= closed[j] if flows or source.op == "placeholder" else reached
-        closed.append(ended)
-        every.append(known)
-    return closed
+            ended |= closed[j] << distance if flows or source.op == "placeholder" else reached
+        number.append(here)
+        closed.append(ended & window)
+        every.append(known & window)
+    return number, closed

@@ -1,0 +1,49 @@
+"""The replay of lowered kernels and copies, and the table of plans lowered without a device."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from benchmarks.lowering import PROFILES, SLACK, Row, replay, table
+from fxhome.device import DeviceProfile
+
+PROFILE = dataclasses.replace(
+    DeviceProfile.load(PROFILES / "h200_device.json"), d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9, copy_latency_us=10.0
+)
+
+
+def test_copies_hide_behind_kernels_and_a_wait_stalls_for_the_rest() -> None:
+    forward = [
+        ("kernel", None, 100.0),
+        ("swap_out", "x", 190_000),
+        ("kernel", None, 150.0),
+        ("swap_out_wait", "x", 0.0),
+    ]
+    backward = [("swap_in", "x_host", 80_000), ("kernel", None, 60.0), ("swap_in_wait", "x_host", 0.0)]
+    # Out: 10 + 190 us from 100 on, waited for at 250. In: 10 + 40 us from 300 on, hidden behind 60.
+    step_ms, stalls_ms = replay([forward, backward], PROFILE)
+    assert step_ms == pytest.approx(0.36)
+    assert stalls_ms == pytest.approx(0.05)
+
+
+def test_copies_of_one_direction_run_one_after_the_other() -> None:
+    items = [("swap_out", "x", 90_000), ("swap_out", "y", 90_000), ("swap_out_wait", "y", 0.0)]
+    assert replay([items], PROFILE) == pytest.approx((0.2, 0.2))
+
+
+def test_a_wait_for_what_an_encoder_moved_counts_nothing() -> None:
+    assert replay([[("encode", "x", 0.0), ("swap_out_wait", "x", 0.0), ("kernel", None, 5.0)]], PROFILE) == (0.005, 0.0)
+
+
+def test_the_table_shows_ratios_to_the_same_graphs_without_a_budget_and_names_refusals() -> None:
+    rows = {
+        f"m:{SLACK}": Row("m", SLACK, 10**12, 4_000_000_000, 4_000_000_000, 1, 100.0, 98.0, 0.0),
+        "m:60%": Row("m", "60%", 2_400_000_000, 2_380_000_000, 2_400_000_000, 2, 110.0, 107.8, 1.5),
+        "m:5%": Row("m", "5%", tries=3, refused="at least 1.00 GB"),
+    }
+    text = table(rows).splitlines()
+    assert "| m | (slack) | 4.000 | 4.000 | +0.00 % | 1 | 1.000 | 1.000 | 0.0 |" in text
+    assert "| m | 2.40 (60%) | 2.380 | 2.400 | -0.83 % | 2 | 1.100 | 1.100 | 1.5 |" in text
+    assert "| m | 5% | refused: at least 1.00 GB | | | 3 | | | |" in text
