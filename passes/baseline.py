@@ -5,6 +5,8 @@ measures
 every share ("60%") against their peak, and starts the search from their placement.
 """
 
+import operator
+
 import torch
 from torch import fx
 from torch.fx.graph_module import GraphModule
@@ -45,12 +47,7 @@ def baseline_placement(
     module: GraphModule, facts: GraphFacts, problem: Problem, forward: GraphModule, num_fwd_outputs: int
 ) -> Placements:
     """The min-cut's saved set in the search's terms: what it saves is kept, what it does not save is recomputed."""
-    (output,) = forward.graph.find_nodes(op="output")
-    saved = {
-        storage_key(node.meta.get("val"))
-        for node in list(output.args[0])[num_fwd_outputs:]
-        if isinstance(node, fx.Node)
-    }
+    saved = saved_storages(forward, num_fwd_outputs)
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     placement = problem.keep_all()
     for storage, root in enumerate(facts.storage_root):
@@ -60,6 +57,35 @@ def baseline_placement(
         kept = isinstance(value, torch.Tensor) and storage_key(value) in saved
         placement[storage] = KEEP if kept and problem.allowed[storage, KEEP] else RECOMPUTE
     return placement
+
+
+def saved_storages(forward: GraphModule, num_fwd_outputs: int) -> frozenset[object]:
+    """The storages (`storage_key`) that a partitioned forward hands to its backward."""
+    (output,) = forward.graph.find_nodes(op="output")
+    values = [node.meta.get("val") for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)]
+    return frozenset(key for value in values if (key := storage_key(value)) is not None)
+
+
+def take_saved_early(module: GraphModule, saved: frozenset[object]) -> None:
+    """Move, in place, what the partition saves and autograd traced late to where its operands are there.
+
+    The mask of a relu stands in the backward of a joint graph; taken at the end of the forward it would keep the relu's
+    operand alive until then.
+    """
+    order = {node: i for i, node in enumerate(module.graph.nodes)}
+    for node in list(module.graph.nodes):
+        if node.op != "call_function" or node.meta.get("partitioner_tag") != "is_backward":
+            continue
+        if storage_key(node.meta.get("val")) not in saved or not node.all_input_nodes:
+            continue
+        last = max(node.all_input_nodes, key=order.__getitem__)
+        if last.op == "placeholder":
+            continue
+        anchor = last
+        while anchor.next.target is operator.getitem:
+            anchor = anchor.next
+        anchor.append(node)
+        order[node] = order[last]
 
 
 def overwritten_saved(forward: GraphModule, num_fwd_outputs: int) -> tuple[str, ...]:

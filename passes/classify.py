@@ -1,6 +1,7 @@
 """What may be done with one node of a joint graph: which side it runs on, and whether it may run twice."""
 
 import operator
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -19,11 +20,13 @@ _ASSERTIONS = frozenset(
 )
 
 
-def split_sides(graph: fx.Graph, num_fwd_outputs: int) -> dict[fx.Node, str]:
+def split_sides(graph: fx.Graph, num_fwd_outputs: int, saved: Collection[fx.Node] = frozenset()) -> dict[fx.Node, str]:
     """Say for every node whether it belongs to the "input", "forward" or "backward" side.
 
     Forward is what the forward outputs or a forward side effect need; backward is what reads a tangent, what autograd
-    traced while running backward, and what reads such a node. Raises UnsupportedGraphError if a node is both.
+    traced while running backward, and what reads such a node. Of `saved`, what reads no such thing is forward whenever
+    it was traced: the mask of a relu is taken in the backward and worth keeping in place of the relu. Raises
+    UnsupportedGraphError if a node is both.
     """
     required = forward_required(graph, num_fwd_outputs)
     sides: dict[fx.Node, str] = {}
@@ -44,7 +47,7 @@ def split_sides(graph: fx.Graph, num_fwd_outputs: int) -> dict[fx.Node, str]:
                         "this graph cannot be split (report it together with the model)"
                     )
                 sides[node] = "forward"
-            elif after or tag in ("is_backward", "must_be_in_backward"):
+            elif after or tag == "must_be_in_backward" or (tag == "is_backward" and node not in saved):
                 sides[node] = "backward"
             else:
                 sides[node] = "forward"

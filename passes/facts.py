@@ -9,6 +9,7 @@ getitems need no list of operators. Inputs of the step are resident and no decis
 
 import hashlib
 import operator
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -110,17 +111,24 @@ def _graph_device(graph: fx.Graph) -> str:
 
 
 def extract_facts(
-    module: fx.GraphModule, num_fwd_outputs: int, planned_for: str | None = None, *, fusing: bool = False
+    module: fx.GraphModule,
+    num_fwd_outputs: int,
+    planned_for: str | None = None,
+    *,
+    fusing: bool = False,
+    saved: Collection[object] = frozenset(),
 ) -> GraphFacts:
     """Read the facts off a normalized joint graph. Nothing is executed and nothing is changed.
 
     planned_for: "cuda" counts bytes as the CUDA allocator does although the graph was traced elsewhere (offline).
     fusing: the inner compiler fuses, so results that it would not write to memory are virtual.
+    saved: keys of the storages that the inner compiler's own partition saves for the backward, and so writes.
     """
     graph = module.graph
     device_type = _graph_device(graph)
     planned_for = planned_for or device_type
-    sides = split_sides(graph, num_fwd_outputs)
+    kept = {node for node in graph.nodes if storage_key(node.meta.get("val")) in saved}
+    sides = split_sides(graph, num_fwd_outputs, kept)
     required = forward_required(graph, num_fwd_outputs)
     nodes = [node for node in graph.nodes if node.op != "output"]
     index = {node: i for i, node in enumerate(nodes)}
@@ -205,7 +213,7 @@ def extract_facts(
 
     if fusing:
         results = {index[node] for node in outputs if node is not None}
-        for node in virtual_nodes(nodes, {node for i, node in enumerate(nodes) if kinds[i] != OWNER}):
+        for node in virtual_nodes(nodes, {node for i, node in enumerate(nodes) if kinds[i] != OWNER}, kept):
             if index[node] not in results and kinds[index[node]] == OWNER:
                 kinds[index[node]] = VIRTUAL
     phase = [

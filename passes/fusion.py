@@ -11,7 +11,7 @@ of its own. The real decision is checked after lowering; this one steers the sea
 """
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import torch
 from torch import fx
@@ -150,8 +150,12 @@ def _inlines(reader: fx.Node, source: fx.Node) -> bool:
     return operator_name(reader) in _CLONING_LOOPS and reader.args[0] is source and source not in reader.args[1:]
 
 
-def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Node]:
-    """The results that are never written unless they are saved. `aliases`: nodes that allocate nothing (views)."""
+def virtual_nodes(
+    nodes: Sequence[fx.Node], aliases: set[fx.Node], saved: Collection[fx.Node] = frozenset()
+) -> set[fx.Node]:
+    """The results that are never written. `aliases`: nodes that allocate nothing (views). `saved`: written in any
+    case, as a mask is that is kept in place of the larger result it was taken from.
+    """
     readers: dict[fx.Node, list[fx.Node]] = {}
     for node in reversed(nodes):
         effective: list[fx.Node] = []
@@ -173,7 +177,7 @@ def virtual_nodes(nodes: Sequence[fx.Node], aliases: set[fx.Node]) -> set[fx.Nod
             continue
         count = 1 + sum(operators[source] for source in set(inputs))
         inlined = is_pointwise(node) or (operator_name(node) in _WINDOW_LOOPS and _ends_in_one_kernel(node, readers))
-        if inlined and _stays_inside(node, readers[node], read, count):
+        if inlined and node not in saved and _stays_inside(node, readers[node], read, count):
             virtual.add(node)
             sources[node] = read
             operators[node] = count

@@ -20,7 +20,14 @@ from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
-from fxhome.passes.baseline import baseline_partition, baseline_placement, copy_joint, overwritten_saved
+from fxhome.passes.baseline import (
+    baseline_partition,
+    baseline_placement,
+    copy_joint,
+    overwritten_saved,
+    saved_storages,
+    take_saved_early,
+)
 from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
@@ -203,7 +210,9 @@ def plan_graph(
         "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
     )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
-    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing))
+    saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
+    take_saved_early(work, saved)
+    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
