@@ -61,9 +61,13 @@ def baseline_placement(
 
 def saved_storages(forward: GraphModule, num_fwd_outputs: int) -> frozenset[object]:
     """The storages (`storage_key`) that a partitioned forward hands to its backward."""
-    (output,) = forward.graph.find_nodes(op="output")
-    values = [node.meta.get("val") for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)]
+    values = [node.meta.get("val") for node in _saved_nodes(forward, num_fwd_outputs)]
     return frozenset(key for value in values if (key := storage_key(value)) is not None)
+
+
+def _saved_nodes(forward: GraphModule, num_fwd_outputs: int) -> list[fx.Node]:
+    (output,) = forward.graph.find_nodes(op="output")
+    return [node for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)]
 
 
 def take_saved_early(module: GraphModule, saved: frozenset[object]) -> None:
@@ -93,7 +97,6 @@ def overwritten_saved(forward: GraphModule, num_fwd_outputs: int) -> tuple[str, 
 
     What the backward rebuilds from them is wrong, silently (pytorch#197039): such graphs are not used.
     """
-    (output,) = forward.graph.find_nodes(op="output")
-    saved = {node for node in list(output.args[0])[num_fwd_outputs:] if isinstance(node, fx.Node)}
+    saved = set(_saved_nodes(forward, num_fwd_outputs))
     overwritten = {mutated_input(node) for node in forward.graph.nodes}
     return tuple(sorted(node.name for node in saved if node in overwritten))

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import math
-import operator
 import os
 import tempfile
 from collections.abc import Callable
@@ -182,7 +181,7 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
     """Time of generated loops by node index: bytes in memory that they read and write; nothing for what is inlined."""
     aliases = {node for i, node in enumerate(nodes) if facts.node_kind[i] in (ALIAS, GETITEM)}
     virtual = {node for i, node in enumerate(nodes) if facts.node_kind[i] == VIRTUAL}
-    sources = memory_sources(nodes, virtual | {node for node in aliases if node.target is not operator.getitem})
+    sources = memory_sources(nodes, virtual | aliases)
     written = {node for i, node in enumerate(nodes) if facts.node_kind[i] == OWNER and is_generated_loop(node)}
     reads = unshared_reads(nodes, facts.node_phase, sources, written, aliases)
     costs: dict[int, float] = {}

@@ -210,11 +210,8 @@ def _ends_in_one_kernel(node: fx.Node, readers: Mapping[fx.Node, Sequence[fx.Nod
 
 def iterations(node: fx.Node) -> int:
     """Elements that a loop goes over: those of its largest operand for a reduction, of its result otherwise."""
-    return (
-        max((_elements(source) for source in node.all_input_nodes), default=0)
-        if is_reduction(node)
-        else _elements(node)
-    )
+    operands = node.all_input_nodes if is_reduction(node) else [node]
+    return max((_elements(operand) for operand in operands), default=0)
 
 
 def _elements(node: fx.Node) -> int:

@@ -47,7 +47,7 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
     for node in nodes[:worst]:
         if type(node).__name__ not in ("FusedSchedulerNode", "SchedulerNode"):
             continue
-        late = _read_late(node, index[node], worst, readers, len(nodes))
+        late = _read_late(node, index[node], worst, readers)
         made = [buffer.get_name() for loop in late for buffer in loop.get_outputs()]
         outside = [name for name in made if any(i != index[node] for i in readers.get(name, [len(nodes)]))]
         gain = sum(size_bytes.get(name, 0) for name in outside)
@@ -64,7 +64,7 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
         node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
 
 
-def _read_late(node: Any, place: int, worst: int, readers: Mapping[str, Sequence[int]], end: int) -> list[Any]:
+def _read_late(node: Any, place: int, worst: int, readers: Mapping[str, Sequence[int]]) -> list[Any]:
     """The loops of a kernel whose results nobody needs before `worst`; outputs of the graph are needed at its end."""
     late: list[Any] = []
     needed_inside: set[str] = set()
