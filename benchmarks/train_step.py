@@ -31,6 +31,7 @@ from torch import nn
 
 import fxhome
 from benchmarks.step_table import picture, table
+from benchmarks.step_trace import DeviceEvent, kernel_differences, summary, trace_step
 from benchmarks.workloads import WORKLOADS
 from fxhome.device import measuring_turn
 
@@ -60,6 +61,7 @@ def main() -> None:
     parser.add_argument("--policy", default=None, help="fxhome's option of that name")
     parser.add_argument("--log", action="store_true", help="print what fxhome logs while it plans")
     parser.add_argument("--profile", action="store_true", help="print kernels and who holds the memory at the peak")
+    parser.add_argument("--trace", action="store_true", help="write where each method's time goes (<workload>_trace)")
     arguments = parser.parse_args()
     if arguments.log or arguments.profile:
         logging.basicConfig(level=logging.WARNING)
@@ -114,6 +116,8 @@ class Bench:
             for turn in range(self.arguments.rounds):
                 for method in ready if turn % 2 == 0 else reversed(ready):
                     self.time(method)
+        if self.arguments.trace and self.device.type == "cuda":
+            self.trace([method for method in ready if method.times])
         reference = next((m for m in ready if m.name == REFERENCE and m.times), None)
         for method in ready:
             if method.times:
@@ -209,6 +213,25 @@ class Bench:
                     method.times.append(time.perf_counter() - begin)
         except torch.OutOfMemoryError as error:
             method.figures["error"] = f"out of memory while timed: {str(error).splitlines()[0][:200]}"
+
+    def trace(self, methods: list[Method]) -> None:
+        """One profiled step of each method; a file beside the rows with totals, gaps, copies and every event."""
+        found: dict[str, list[DeviceEvent]] = {}
+        with measuring_turn(self.device):
+            for method in methods:
+                with method.around:
+                    self.open_cap(method.cap_bytes)
+                    self.one(method.step)
+                    found[method.name] = trace_step(lambda method=method: self.one(method.step))
+        stock = found.get(REFERENCE, [])
+        document = {
+            name: summary(events) | {"kernels": kernel_differences(stock, events) if stock else []}
+            for name, events in found.items()
+        }
+        print(json.dumps({"trace": document}), flush=True)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        rows = {name: [list(vars(event).values()) for event in events] for name, events in found.items()}
+        self.path.with_name(self.path.stem + "_trace.json").write_text(json.dumps(rows))
 
     def open_cap(self, cap_bytes: int | None) -> None:
         """Give everything cached back and set what the allocator may take from here on."""
