@@ -57,9 +57,7 @@ def trace_step(run: Callable[[], object]) -> list[DeviceEvent]:
     ]
     found.sort(key=lambda event: event.begin_us)
     first = found[0].begin_us if found else 0.0
-    return [
-        DeviceEvent(e.kind, e.name, e.stream, round(e.begin_us - first, 2), e.time_us, e.size_bytes) for e in found
-    ]
+    return [DeviceEvent(e.kind, e.name, e.stream, round(e.begin_us - first, 2), e.time_us, e.size_bytes) for e in found]
 
 
 def summary(events: list[DeviceEvent]) -> dict[str, Any]:

@@ -14,6 +14,11 @@ ENCODED_OF = "fxhome_encoded_of"
 _NOT_INHERITED = ("val", "tensor_meta", INSTRUCTION, "fxhome_clone_of", ENCODED_OF)
 
 
+def inherited_meta(source: fx.Node) -> dict[str, Any]:
+    """What a node that stands in for `source` takes over: where it comes from, not what it is."""
+    return {key: value for key, value in source.meta.items() if key not in _NOT_INHERITED}
+
+
 def anchors(graph: fx.Graph, program: Sequence[Instruction], base: int) -> list[fx.Node]:
     """For every instruction, the node before which a call at that place is inserted: the next executed one."""
     (output,) = graph.find_nodes(op="output")
@@ -32,7 +37,7 @@ def insert_call(
     """Insert a call before `anchor`, with `source`'s metadata and a fake value of its own."""
     with graph.inserting_before(anchor):
         node = graph.call_function(target, args)
-    node.meta = {key: value for key, value in source.meta.items() if key not in _NOT_INHERITED}
+    node.meta = inherited_meta(source)
     values = fx.node.map_arg(args, lambda argument: argument.meta["val"])
     with source.meta["val"].fake_mode:
         node.meta["val"] = target(*values)

@@ -1,6 +1,7 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> facts -> cost -> search -> partition -> insert_codecs -> insert_transfers -> check
+    baseline -> normalize -> constants -> facts -> cost -> search
+             -> partition -> insert_codecs -> insert_transfers -> check
 
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
@@ -30,6 +31,7 @@ from fxhome.passes.baseline import (
 )
 from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import choose_codecs
+from fxhome.passes.constants import separate_constants
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
@@ -212,6 +214,7 @@ def plan_graph(
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
     saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
     take_saved_early(work, saved)
+    runner.run("constants", lambda: separate_constants(work, num_fwd_outputs))
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))

@@ -36,6 +36,7 @@ def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:
     expected = [
         "baseline",
         "normalize",
+        "constants",
         "facts",
         "cost",
         "search",
@@ -50,6 +51,7 @@ def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:
     for name, sides in (
         ("baseline", ("forward", "backward")),
         ("normalize", ("joint",)),
+        ("constants", ("joint",)),
         ("partition", ("forward", "backward")),
         ("insert_codecs", ("forward", "backward")),
         ("insert_transfers", ("forward", "backward")),
