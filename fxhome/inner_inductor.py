@@ -4,6 +4,8 @@
     trace 2   stock Inductor where the baseline fits; else the planned graphs, lowered with their transfers pinned
     check     both graphs' peaks, from the scheduler, before anything runs; too high: plan again with the difference
               as margin, then the smallest plan that is known, then refuse, naming what that one needs
+    reserve   what the caching allocator will take for the blocks of a step; more than RESERVED_SHARE above the budget:
+              look for a plan whose blocks lie closer, else take the best one
 
 Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
 """
@@ -21,9 +23,9 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
 from fxhome.errors import InfeasibleBudgetError
-from fxhome.lowered_store import recall, remember
+from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.managed_graph import Variant
-from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScheduleCheck
+from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, rewrite, with_lowering
 from fxhome.passes.torch_compat import copy_dynamo_module
@@ -33,8 +35,32 @@ from fxhome.units import format_bytes
 log = logging.getLogger("fxhome")
 
 MAX_REPLANS = 2
+MAX_CLOSER = 3
+"""Plans that are lowered, at most, to find one whose blocks lie close enough."""
+RESERVED_SHARE = 0.02
+RESERVED_SLACK_BYTES = 64 << 20
+"""What the allocator may take above the budget: this share of it, or this much. Where it is short of memory, it gives
+back what it holds and maps it elsewhere, and the step waits.
+"""
 
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
+
+
+class _ScatteredPlanError(BaseException):
+    """A plan that holds its budget, but for whose blocks the allocator would take too much more."""
+
+    def __init__(self, planned: Planned, situation: Situation, reserved_bytes: int) -> None:
+        super().__init__(reserved_bytes)
+        self.planned, self.situation, self.reserved_bytes = planned, situation, reserved_bytes
+
+    @property
+    def over_bytes(self) -> int:
+        """How much closer the blocks must lie."""
+        return self.reserved_bytes - _reserved_limit(self.planned.plan.budget_bytes)
+
+
+class _NothingCloserError(BaseException):
+    """No faster plan than the smallest fits with the margin that closer blocks need."""
 
 
 class _DecidedError(BaseException):
@@ -45,14 +71,46 @@ def compile_inductor(
     gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
 ) -> Variant:
     """Plan, lower and check one Dynamo graph. Raises what planning raises."""
+    best: _ScatteredPlanError | None = None
+    for _ in range(MAX_CLOSER):
+        try:
+            return _hold_budget(gm, example_inputs, plan_step, situation, fallback=best is not None)
+        except _ScatteredPlanError as found:
+            best = found if best is None or found.reserved_bytes < best.reserved_bytes else best
+            log.warning(
+                "fxhome: the blocks of this plan would take %s of the allocator, %s over the budget: "
+                "planning again with that margin",
+                format_bytes(found.reserved_bytes),
+                format_bytes(found.reserved_bytes - found.planned.plan.budget_bytes),
+            )
+            more = found.situation.lowering_bytes + found.over_bytes
+            situation = with_lowering(found.situation, more, found.planned.plan.budget_bytes)
+        except _NothingCloserError:
+            break
+    assert best is not None, "the first plan is returned, refused or found scattered"
+    call, predicted = _lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
+    note = f"the allocator is expected to take {format_bytes(best.reserved_bytes)} for it: blocks leave holes"
+    plan = replace(best.planned.checked(predicted), notes=(*best.planned.plan.notes, note))
+    best.planned.plan = plan
+    return Variant(call, best.situation, best.planned, plan)
+
+
+def _hold_budget(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation, *, fallback: bool
+) -> Variant:
+    """Plan until the lowered peak is in the budget. `fallback`: a plan is known, so the smallest one is not tried."""
     first = situation
     for attempt in range(MAX_REPLANS + 1):
         if attempt == MAX_REPLANS:
             # Nothing faster fits once lowered: the smallest plan does, if the budget can be met at all.
             situation = _for_the_smallest(first, situation)
+        if situation.smallest and fallback:
+            raise _NothingCloserError
         try:
             planned = _plan_only(gm, example_inputs, plan_step, situation)
         except InfeasibleBudgetError as refusal:
+            if fallback:
+                raise _NothingCloserError from None
             if attempt == 0:
                 raise _with_lowered_minimum(refusal, gm, example_inputs, plan_step, situation) from None
             # With the margin that an earlier lowering asked for nothing fits by the model: only the smallest is left.
@@ -62,9 +120,11 @@ def compile_inductor(
             return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
         call: Callable[..., Any] | None
         try:
-            call, predicted = _lower_and_check(gm, example_inputs, planned, situation)
+            call, predicted = _lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
         except OverLimitError as found:
             call, predicted = None, _resident_peak(planned, situation, found)
+        except ScatteredError as found:
+            raise _ScatteredPlanError(planned, situation, found.reserved_bytes + planned.plan.resident_bytes) from None
         if planned.is_baseline and planned.plan.asked.endswith("%"):
             planned.plan = _share_of_lowered(planned.plan, predicted)
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
@@ -155,24 +215,31 @@ _never_run._boxed_call = True  # type: ignore[attr-defined]
 
 
 def _lower_and_check(
-    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation, *, closely: bool = True
 ) -> tuple[Callable[..., Any], int]:
     """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
-    anew.
+    anew. closely: blocks that would not lie close enough raise ScatteredError.
     """
     fingerprint = planned.plan.fingerprint()
-    check = _check_for(planned, situation)
-    call = _lower(gm, example_inputs, planned, check, _patches(planned))
+    check = _check_for(planned, situation, closely=closely)
+    known = recall(fingerprint, planned.is_baseline)
+    limit = check.reserved_limit_bytes
+    if known is not None and known.reserved_bytes is not None and limit is not None and known.reserved_bytes > limit:
+        raise ScatteredError(known.reserved_bytes)
+    try:
+        call = _lower(gm, example_inputs, planned, check, _patches(planned))
+    except ScatteredError:
+        _remember(planned, check, situation)
+        raise
     predicted = _checked_peak(planned, check, situation)
     if predicted is None:
-        above = recall(fingerprint, planned.is_baseline)
-        if above is not None:
-            return call, planned.plan.resident_bytes + above
+        if known is not None:
+            return call, planned.plan.resident_bytes + known.above_resident_bytes
         with torch._inductor.config.patch(fx_graph_cache=False):
             call = _lower(gm, example_inputs, planned, check, _patches(planned))
         predicted = _checked_peak(planned, check, situation)
         assert predicted is not None, "without a cache the scheduler runs"
-    remember(fingerprint, planned.is_baseline, predicted - planned.plan.resident_bytes)
+    _remember(planned, check, situation)
     log.debug(
         "model peak %d; lowered forward: %s; backward: %s",
         planned.plan.predicted_peak_bytes,
@@ -182,12 +249,32 @@ def _lower_and_check(
     return call, predicted
 
 
-def _check_for(planned: Planned, situation: Situation) -> ScheduleCheck:
+def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> None:
+    predicted = _checked_peak(planned, check, situation)
+    assert predicted is not None, "both graphs were seen"
+    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes)
+    remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
+
+
+def _reserved_limit(budget_bytes: int) -> int:
+    return budget_bytes + max(RESERVED_SLACK_BYTES, int(budget_bytes * RESERVED_SHARE))
+
+
+def _check_for(planned: Planned, situation: Situation, *, closely: bool) -> ScheduleCheck:
     if planned.is_baseline or planned.is_best_effort:
         return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
     room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
     behind = _behind_bytes(planned, situation)
-    return ScheduleCheck(planned.plan.program, planned.workspace_by_node, room, room - behind)
+    # Only CUDA's allocator keeps what is freed.
+    closely = closely and planned.facts.planned_for == "cuda"
+    reserved = _reserved_limit(planned.plan.budget_bytes) - planned.plan.resident_bytes - situation.error_bound_bytes
+    return ScheduleCheck(
+        planned.plan.program,
+        planned.workspace_by_node,
+        room,
+        room - behind,
+        reserved_limit_bytes=reserved if closely else None,
+    )
 
 
 def _behind_bytes(planned: Planned, situation: Situation) -> int:

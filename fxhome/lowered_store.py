@@ -12,37 +12,48 @@ import json
 import logging
 import os
 import tempfile
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
 from fxhome.device import cache_directory
 
+
+@dataclass(frozen=True)
+class Lowered:
+    """What a checked plan needs above what is resident: allocated, and reserved by the caching allocator."""
+
+    above_resident_bytes: int
+    reserved_bytes: int | None
+
+
 log = logging.getLogger("fxhome")
 
 
 def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
-    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|1".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|2".encode()).hexdigest()[:32]
     return cache_directory() / "lowered" / f"{key}.json"
 
 
-def remember(plan_fingerprint: str, is_baseline: bool, above_resident_bytes: int) -> None:
-    """Keep the checked peak above what is resident; a directory that cannot be written costs only the reuse."""
+def remember(plan_fingerprint: str, is_baseline: bool, lowered: Lowered) -> None:
+    """Keep what was checked; a directory that cannot be written costs only the reuse."""
     path = _path(plan_fingerprint, is_baseline)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as handle:
-            json.dump({"above_resident_bytes": above_resident_bytes}, handle)
+            json.dump(asdict(lowered), handle)
         os.replace(handle.name, path)
     except OSError as error:
         log.warning("fxhome: %s cannot be written (%s); a warm cache will compile once more", path, error)
 
 
-def recall(plan_fingerprint: str, is_baseline: bool) -> int | None:
-    """The checked peak above what is resident, or None where this plan was never checked here."""
+def recall(plan_fingerprint: str, is_baseline: bool) -> Lowered | None:
+    """What was checked of a plan, or None where this plan was never checked here."""
     try:
         stored = json.loads(_path(plan_fingerprint, is_baseline).read_text(encoding="utf-8"))
-        return int(stored["above_resident_bytes"])
+        reserved = stored["reserved_bytes"]
+        return Lowered(int(stored["above_resident_bytes"]), None if reserved is None else int(reserved))
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -9,7 +9,8 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import lowered_buffers, unfuse
+from fxhome.passes import in_place, lowered_buffers, unfuse
+from fxhome.passes.allocator import Allocation, reserved_bytes
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
@@ -48,6 +49,14 @@ class OverLimitError(BaseException):
         self.is_backward = is_backward
 
 
+class ScatteredError(BaseException):
+    """Ends a lowering whose blocks would not lie close enough for the allocator, before the backward is compiled."""
+
+    def __init__(self, reserved_bytes: int) -> None:
+        super().__init__(reserved_bytes)
+        self.reserved_bytes = reserved_bytes
+
+
 class MeasuredError(BaseException):
     """Ends a lowering that was only to be measured."""
 
@@ -64,17 +73,22 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         forward_limit_bytes: int | None = None,
         backward_limit_bytes: int | None = None,
         *,
+        reserved_limit_bytes: int | None = None,
         stops_over_limit: bool = True,
         only_measures: bool = False,
     ) -> None:
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
-        `stops_over_limit` is False). None: no limit. only_measures: every lowering ends here, by MeasuredError.
+        `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
+        what is resident; over it, ScatteredError. only_measures: every lowering ends here, by MeasuredError.
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.stops_over_limit = stops_over_limit
         self.only_measures = only_measures
         self.limits = (forward_limit_bytes, backward_limit_bytes)
+        self.reserved_limit_bytes = reserved_limit_bytes
+        self.reserved_bytes: int | None = None
+        self._allocations: list[Allocation] | None = None
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
         self.order: list[str] = []
@@ -99,12 +113,22 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         self.order = [_label(node) for node in nodes]
         if self.only_measures:
             raise MeasuredError
+        self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         return nodes
+
+    def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:
+        """With both graphs seen, what the allocator takes for a step."""
+        if not is_backward:
+            self._allocations = allocations
+        elif self._allocations is not None:
+            self.reserved_bytes, _ = reserved_bytes([*self._allocations, *allocations])
+            if self.reserved_limit_bytes is not None and self.reserved_bytes > self.reserved_limit_bytes:
+                raise ScatteredError(self.reserved_bytes)
 
     def uuid(self) -> Any:
         """Its source and its limits: what else differs between plans is in the graphs already."""
         return custom_graph_pass.get_hash_for_files(
-            (__file__, lowered_buffers.__file__, unfuse.__file__), str(self.limits)
+            (__file__, lowered_buffers.__file__, in_place.__file__, unfuse.__file__), str(self.limits)
         )
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -4,7 +4,8 @@
                     -> lives, curve, peak under one order
 
 Counted like the allocator counts: a storage once however many inputs are views of it, the results of one call from the
-call on, what a wait returns as the buffer that it returns, and nothing for what a fused kernel makes for itself alone.
+call on, what a wait returns as the buffer that it returns, what is written over its operand as that operand, and
+nothing for what a fused kernel makes for itself alone.
 Inputs of the forward are resident and not counted, host copies are not on the device, outputs live to the end.
 """
 
@@ -14,7 +15,9 @@ from typing import Any
 
 import torch
 
+from fxhome.passes.allocator import Allocation, events
 from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
+from fxhome.passes.in_place import Takeover, takeovers
 from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
@@ -55,18 +58,61 @@ class LoweredBuffers:
 
     def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
         self.workspace_by_name = workspace
-        self.buffers = _collect(list(nodes))
+        self.buffers, kept_inside = _collect(list(nodes))
+        self.by_name = {buffer.name: buffer for buffer in self.buffers}
+        self.takeovers = [
+            takeover
+            for takeover in takeovers(nodes, kept_inside)
+            if (operand := self.by_name.get(takeover.operand)) is not None
+            and not operand.is_output
+            and operand.maker is not takeover.kernel
+            and (result := self.by_name.get(takeover.result)) is not None
+            and operand.size_bytes == result.size_bytes
+        ]
+        self.output_names = _output_names()
         self.workspace = {node: size for node in nodes if (size := _workspace_of(node, workspace))}
 
     def lives(self, order: Sequence[Any]) -> list[tuple[LoweredBuffer, int, int]]:
-        """(buffer, first step, last step) under an order of the nodes; what is returned lives to len(order)."""
+        """(buffer, first step, last step) under an order of the nodes; what is returned lives to len(order).
+
+        What is written over an operand begins as that operand ends, one step before.
+        """
         step = {node: i for i, node in enumerate(order)}
+        taken = {self.by_name[t.operand] for t in self.takeovers if self._is_taken(t, step)}
         found = []
         for buffer in self.buffers:
             start = step[buffer.maker] if buffer.maker is not None else 0
             last = max((step[reader] for reader in buffer.readers), default=start)
+            last = last - 1 if buffer in taken else last
             found.append((buffer, start, len(order) if buffer.is_output else max(start, last)))
         return found
+
+    def allocations(self, order: Sequence[Any]) -> list[Allocation]:
+        """What the allocator is asked for, in order. Inputs are there already and only freed; an output carries its
+        name in the graph, by which the backward knows it.
+        """
+        step = {node: i for i, node in enumerate(order)}
+        # What is written over an operand is the operand's block under another name.
+        block = {buffer.name: buffer.name for buffer in self.buffers}
+        taken = sorted((t for t in self.takeovers if self._is_taken(t, step)), key=lambda t: step[t.kernel])
+        for takeover in taken:
+            block[takeover.result] = block[takeover.operand]
+        lives: dict[str, tuple[int, int, int]] = {}
+        for buffer, start, stop in self.lives(order):
+            first = start if buffer.maker is not None else -1
+            name = block[buffer.name]
+            known = lives.get(name, (buffer.size_bytes, first, stop))
+            lives[name] = (known[0], min(known[1], first), max(known[2], stop))
+        called = {block[name]: output for name, output in self.output_names.items() if name in block}
+        named = [(called.get(name, name), *life) for name, life in lives.items()]
+        named += [
+            (f"workspace of {node.get_name()}", size, step[node], step[node]) for node, size in self.workspace.items()
+        ]
+        return events(named, len(order))
+
+    def _is_taken(self, takeover: Takeover, step: Mapping[Any, int]) -> bool:
+        operand, kernel = self.by_name[takeover.operand], takeover.kernel
+        return all(reader is kernel or step[reader] < step[kernel] for reader in operand.readers)
 
     def curve(self, order: Sequence[Any]) -> tuple[list[int], int]:
         """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""
@@ -93,7 +139,8 @@ class LoweredBuffers:
         return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
 
 
-def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
+def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
+    """The allocations, and the names of the results that no kernel writes."""
     from torch._inductor import memory
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
@@ -108,9 +155,11 @@ def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
         found[buffer.name] = buffer
         buffer.is_output = buffer.is_output or buffer.name in outputs
     aliases: list[tuple[str, LoweredBuffer]] = []
+    kept_inside: set[str] = set()
     maker_of = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
     for node in nodes:
         never_written = kernel_locals(node)
+        kept_inside |= never_written
         for scheduled in node.get_outputs():
             name = scheduled.get_name()
             ir_buffer = graph.name_to_buffer.get(name)
@@ -134,7 +183,7 @@ def _collect(nodes: list[Any]) -> list[LoweredBuffer]:
         if (original := found.get(aliased)) is not None:
             original.readers |= made.readers | {made.maker}
             original.is_output = original.is_output or made.is_output
-    return list(found.values())
+    return list(found.values()), kept_inside
 
 
 def kernel_locals(node: Any) -> set[str]:
@@ -177,6 +226,16 @@ def _passes(loops: Sequence[Any]) -> dict[str, int]:
         if loop.is_reduction():
             open_reductions.add(loop.get_name())
     return found
+
+
+def _output_names() -> dict[str, str]:
+    """The graph's names of what it returns, by the names of the buffers."""
+    from torch._inductor.virtualized import V
+
+    (output,) = V.graph.orig_gm.graph.find_nodes(op="output")
+    results = [result for result in output.args[0] if result is not None]
+    names = V.graph.get_output_names()
+    return {buffer: str(result.name) for buffer, result in zip(names, results, strict=False)}
 
 
 def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[LoweredBuffer]:
