@@ -1,7 +1,9 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> facts -> cost -> search -> partition -> insert_codecs -> insert_transfers -> check
+    baseline -> normalize -> facts -> cost -> split_convolutions -> facts -> cost -> search
+             -> partition -> insert_codecs -> insert_transfers -> check
 
+The first facts and cost are the baseline's; the second ones, where something was split, those of what is planned.
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
 """
@@ -29,7 +31,7 @@ from fxhome.passes.baseline import (
     take_saved_early,
 )
 from fxhome.passes.capture import normalize
-from fxhome.passes.codec_choice import choose_codecs
+from fxhome.passes.codec_choice import StorageCodecs, choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
@@ -38,10 +40,11 @@ from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
-from fxhome.passes.problem import build_problem
+from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
+from fxhome.passes.split_convolution import has_split, is_split, split_convolutions
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
@@ -209,15 +212,23 @@ def plan_graph(
     stock = runner.run(
         "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
     )
-    work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    traced = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    work = copy_joint(traced)
     saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
     take_saved_early(work, saved)
-    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved))
-    resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
-    costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
+
+    def model(module: GraphModule) -> tuple[GraphFacts, Costs, tuple[StorageCodecs, ...]]:
+        facts = runner.run(
+            "facts", lambda: extract_facts(module, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved)
+        )
+        costs = runner.run("cost", lambda: node_costs(module, facts, profile, measure=measure, fusing=fusing))
+        offers = choose_codecs(module, facts, profile, options.allow, lossy=options.lossy, observed=seen)
+        return facts, costs, tuple(offers)
+
+    facts, costs, codecs = model(work)
+    resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     replay = find_replay(replays, facts)
-    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -254,9 +265,6 @@ def plan_graph(
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
-
-    if situation.leave_room:
-        problem = _saving_least(problem, assemble, budget - fixed)
 
     def finish(
         result: SimResult,
@@ -306,6 +314,21 @@ def plan_graph(
             problem=alone,
             step_seconds=runner.seconds,
         )
+
+    if facts.planned_for == "cuda" and (replay is None or is_split(replay.program)):
+        work = runner.run("split_convolutions", lambda: split_convolutions(copy_joint(traced)))
+        take_saved_early(work, saved)
+        if has_split(work):
+            fingerprint = facts.fingerprint
+            facts, costs, codecs = model(work)
+            facts = replace(facts, fingerprint=fingerprint)
+            problem = assemble(between_bytes)
+            alone = assemble(0) if between_bytes else problem
+            workspace = max(costs.workspace_bytes, default=0)
+            by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
+            stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+    if situation.leave_room:
+        problem = _saving_least(problem, assemble, budget - fixed)
 
     classes = storage_classes(work, facts)
     if replay is not None:
@@ -502,6 +525,8 @@ def rewrite(
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
+    if is_split(program):
+        work = split_convolutions(work)
     named = codecs or {}
     graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
     return insert_transfers(*graphs, program, num_fwd_outputs, named)

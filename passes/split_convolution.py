@@ -1,0 +1,181 @@
+"""Take a convolution's backward apart, so that its input may be gone before its input's gradient is made.
+
+    gx, gw = convolution_backward(gy, x, w)            x, gy, gx and gw at once
+    dx = where(le(x, 0), 0, gx)                        x again
+
+    m = le(x, 0)                                       beside x, in the forward
+    gw = convolution_backward(gy, x, w)                wants no gx: x, gy and gw at once
+    gx = convolution(gy, w), transposed                gy and gx
+    dx = where(m, 0, gx)
+
+Libraries compute the two gradients by separate calls anyway, so on CUDA this costs no time. Only where x is an
+activation of the graph that nothing behind reads but such backwards and masks; those masks become results of the
+forward, which the search may keep in place of x. On CPU the kernels differ in the last bits: graphs that are planned
+for it are left alone by the caller. Left alone here: transposed and depthwise convolutions (other kernels), and what
+would come out in another layout than recorded.
+"""
+
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.graph_module import GraphModule
+
+from fxhome.passes.capture import joint_outputs
+from fxhome.passes.facts import storage_key, storage_nbytes
+from fxhome.passes.fusion import is_pointwise
+from fxhome.placement import Instruction
+
+MIN_BYTES = 1 << 20
+"""An input smaller than this is not worth a call of its own."""
+SUFFIX = "_input_gradient"
+_BACKWARD = torch.ops.aten.convolution_backward.default
+_CONVOLUTION = torch.ops.aten.convolution.default
+
+
+def is_split(program: Iterable[Instruction]) -> bool:
+    """Whether a program is of a graph whose convolutions were split."""
+    return any(item.target.endswith(SUFFIX) for item in program)
+
+
+def has_split(module: GraphModule) -> bool:
+    """Whether a joint graph has convolutions that were split."""
+    return any(node.name.endswith(SUFFIX) for node in module.graph.nodes)
+
+
+def split_convolutions(module: GraphModule, min_bytes: int = MIN_BYTES) -> GraphModule:
+    """Rewrite a normalized joint graph in place and return it; the same graph gives the same names."""
+    graph = module.graph
+    order = {node: i for i, node in enumerate(graph.nodes)}
+    owner, readers = _storages(graph)
+    returned = {storage_key(node.meta.get("val")) for node in joint_outputs(graph) if node is not None}
+    early: dict[fx.Node, None] = {}
+    for node in list(order):
+        if node.target is not _BACKWARD or not _is_plain(node):
+            continue
+        source = _argument(node, 1)
+        key = storage_key(source.meta["val"])
+        if key in returned or owner[key].op != "call_function" or storage_nbytes(source.meta["val"]) < min_bytes:
+            continue
+        late = [reader for reader in readers[key] if order[reader] > order[node] and reader.target is not _BACKWARD]
+        if all(_is_mask(reader, source) for reader in late) and _split(node):
+            early.update(dict.fromkeys(late))
+    for mask in early:
+        (source,) = mask.all_input_nodes
+        _last_result(source).append(mask)
+        mask.meta = _without(mask.meta, "partitioner_tag")
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _storages(graph: fx.Graph) -> tuple[dict[object, fx.Node], dict[object, list[fx.Node]]]:
+    """The first node of every storage, and the nodes that read it; views only name it."""
+    owner: dict[object, fx.Node] = {}
+    readers: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        own = storage_key(node.meta.get("val"))
+        if own is not None:
+            owner.setdefault(own, node)
+        for source in node.all_input_nodes:
+            key = storage_key(source.meta.get("val"))
+            if key is not None and key != own:
+                readers.setdefault(key, []).append(node)
+    return owner, readers
+
+
+def _argument(node: fx.Node, position: int) -> fx.Node:
+    found = node.args[position]
+    assert isinstance(found, fx.Node)
+    return found
+
+
+def _is_mask(node: fx.Node, source: fx.Node) -> bool:
+    """Whether autograd traced `node` in the backward and all it needs is `source`, of which it is a smaller image."""
+    value, whole = node.meta.get("val"), source.meta["val"]
+    return (
+        node.meta.get("partitioner_tag") == "is_backward"
+        and node.all_input_nodes == [source]
+        and is_pointwise(node)
+        and isinstance(value, torch.Tensor)
+        and storage_nbytes(value) < storage_nbytes(whole)
+    )
+
+
+def _is_plain(node: fx.Node) -> bool:
+    """Whether both gradients are wanted of a convolution that is neither transposed nor depthwise, over real numbers.
+
+    Depthwise ones have kernels of their own, which a transposed convolution does not use.
+    """
+    args: Any = node.args
+    output, source, weight = (arg.meta["val"] for arg in args[:3])
+    transposed, groups, (wants_input, wants_weight, _) = args[7], args[9], args[10]
+    return bool(
+        wants_input
+        and wants_weight
+        and not transposed
+        and not 1 < groups == source.shape[1]
+        and weight.dtype.is_floating_point
+        and output.dtype == weight.dtype
+    )
+
+
+def _last_result(node: fx.Node) -> fx.Node:
+    """`node`, or the last of the getitems that stand behind it."""
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
+
+
+def undoing(
+    output_size: Sequence[int], input_size: Sequence[int], kernel: Sequence[int], *, settings: Sequence[Sequence[int]]
+) -> tuple[list[int], list[int], list[int], list[int]]:
+    """Stride, padding, dilation and output padding of the transposed convolution that leads back to `input_size`.
+
+    Sizes are those of the spatial dimensions. settings: stride, padding and dilation of the convolution, each for
+    every dimension or one for all.
+    """
+    dims = len(kernel)
+    stride, padding, dilation = (list(given) * (dims if len(given) == 1 else 1) for given in settings)
+    reached = [
+        (output_size[i] - 1) * stride[i] - 2 * padding[i] + dilation[i] * (kernel[i] - 1) + 1 for i in range(dims)
+    ]
+    return stride, padding, dilation, [wanted - got for wanted, got in zip(input_size, reached, strict=True)]
+
+
+def _split(node: fx.Node) -> bool:
+    """Do it to one node; False where the gradient would not come out as it is recorded."""
+    graph = node.graph
+    args: Any = node.args
+    items = {item.args[1]: item for item in node.users}
+    name = node.name + SUFFIX
+    if 0 not in items or any(other.name == name for other in graph.nodes):
+        return False
+    recorded = items[0].meta["val"]
+    sizes = [[int(n) for n in arg.meta["val"].shape[2:]] for arg in args[:3]]
+
+    def arguments(output: Any, weight: Any) -> tuple[Any, ...]:
+        # Made anew for each use: the fake implementation changes the lists that it is given.
+        stride, padding, dilation, more = undoing(*sizes, settings=args[4:7])
+        return output, weight, None, stride, padding, dilation, True, more, args[9]
+
+    with recorded.fake_mode:
+        made = _CONVOLUTION(*arguments(args[0].meta["val"], args[2].meta["val"]))
+    if (made.shape, made.stride(), made.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
+        return False
+    with graph.inserting_after(_last_result(node)):
+        gradient = graph.call_function(_CONVOLUTION, arguments(args[0], args[2]))
+    gradient.name = graph._graph_namespace.create_name(name, None)
+    gradient.meta = _without(node.meta, "tensor_meta")
+    gradient.meta |= {key: items[0].meta[key] for key in ("val", "tensor_meta") if key in items[0].meta}
+    items[0].replace_all_uses_with(gradient)
+    graph.erase_node(items[0])
+    node.args = (*args[:10], [False, *args[10][1:]])
+    node.meta = _without(node.meta, "tensor_meta") | {"val": (None, *node.meta["val"][1:])}
+    return True
+
+
+def _without(meta: dict[str, Any], key: str) -> dict[str, Any]:
+    return {name: value for name, value in meta.items() if name != key}
