@@ -1,9 +1,9 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> facts -> cost -> split_convolutions -> facts -> cost -> search
-             -> partition -> insert_codecs -> insert_transfers -> check
+    baseline -> normalize -> facts -> cost -> ease_backward -> facts -> cost
+             -> search -> partition -> insert_codecs -> insert_transfers -> check
 
-The first facts and cost are the baseline's; the second ones, where something was split, those of what is planned.
+The first facts and cost are the baseline's, the second ones those of what is planned where that differs (on CUDA).
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
 """
@@ -33,6 +33,7 @@ from fxhome.passes.baseline import (
 from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import StorageCodecs, choose_codecs
 from fxhome.passes.cost_model import node_costs
+from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
 from fxhome.passes.insert_codecs import codecs_of, insert_codecs
@@ -44,7 +45,6 @@ from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
-from fxhome.passes.split_convolution import has_split, is_split, split_convolutions
 from fxhome.passes.verify import verify_boundary, verify_codecs, verify_partition, verify_transfers
 from fxhome.placement import Instruction, Plan, SearchStats
 from fxhome.progress import progress
@@ -315,10 +315,11 @@ def plan_graph(
             step_seconds=runner.seconds,
         )
 
-    if facts.planned_for == "cuda" and (replay is None or is_split(replay.program)):
-        work = runner.run("split_convolutions", lambda: split_convolutions(copy_joint(traced)))
+    if _eases(facts, options, replay):
+        before = [node.name for node in work.graph.nodes]
+        work = runner.run("ease_backward", lambda: ease_backward(copy_joint(traced), fusing=fusing))
         take_saved_early(work, saved)
-        if has_split(work):
+        if [node.name for node in work.graph.nodes] != before:
             fingerprint = facts.fingerprint
             facts, costs, codecs = model(work)
             facts = replace(facts, fingerprint=fingerprint)
@@ -390,6 +391,19 @@ def plan_graph(
         problem=alone,
         step_seconds=runner.seconds,
     )
+
+
+def _eases(facts: GraphFacts, options: Options, replay: Plan | None) -> bool:
+    """Whether what is planned is the graph of which the backward reads less.
+
+    Published policies are run on the graph that they know.
+    """
+    if facts.planned_for != "cuda":
+        return False
+    if replay is None:
+        return options.policy == "pso"
+    known = {storage.name for storage in facts.storages if storage.is_activation}
+    return is_eased(replay.program) or any(entry.name not in known for entry in replay.placements)
 
 
 def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: int) -> Problem:
@@ -525,8 +539,8 @@ def rewrite(
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = normalize(copy_joint(joint))
-    if is_split(program):
-        work = split_convolutions(work)
+    if is_eased(program):
+        work = ease_backward(work, fusing=is_eased_for_fusion(program))
     named = codecs or {}
     graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
     return insert_transfers(*graphs, program, num_fwd_outputs, named)

@@ -1,71 +1,48 @@
 """Take a convolution's backward apart, so that its input may be gone before its input's gradient is made.
 
     gx, gw = convolution_backward(gy, x, w)            x, gy, gx and gw at once
-    dx = where(le(x, 0), 0, gx)                        x again
 
-    m = le(x, 0)                                       beside x, in the forward
     gw = convolution_backward(gy, x, w)                wants no gx: x, gy and gw at once
-    gx = convolution(gy, w), transposed                gy and gx
-    dx = where(m, 0, gx)
+    gx = convolution(gy, w), transposed                gy, gx and gw
 
 Libraries compute the two gradients by separate calls anyway, so on CUDA this costs no time. Only where x is an
-activation of the graph that nothing behind reads but such backwards and masks; those masks become results of the
-forward, which the search may keep in place of x. On CPU the kernels differ in the last bits: graphs that are planned
-for it are left alone by the caller. Left alone here: transposed and depthwise convolutions (other kernels), and what
-would come out in another layout than recorded.
+activation of the graph that nothing behind reads but such backwards (for masks see ease_backward.py). On CPU the
+kernels differ in the last bits: graphs planned for it are left alone by the caller. Left alone here: transposed and
+depthwise convolutions (other kernels), and what would come out in another layout than recorded.
 """
 
-import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 from torch.fx.graph_module import GraphModule
 
-from fxhome.passes.capture import joint_outputs
+from fxhome.passes.capture import last_result
 from fxhome.passes.facts import storage_key, storage_nbytes
-from fxhome.passes.fusion import is_pointwise
-from fxhome.placement import Instruction
 
-MIN_BYTES = 1 << 20
-"""An input smaller than this is not worth a call of its own."""
 SUFFIX = "_input_gradient"
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _CONVOLUTION = torch.ops.aten.convolution.default
 
 
-def is_split(program: Iterable[Instruction]) -> bool:
-    """Whether a program is of a graph whose convolutions were split."""
-    return any(item.target.endswith(SUFFIX) for item in program)
+def split_convolutions(module: GraphModule, min_bytes: int) -> GraphModule:
+    """Rewrite a normalized joint graph in place and return it; the same graph gives the same names.
 
-
-def has_split(module: GraphModule) -> bool:
-    """Whether a joint graph has convolutions that were split."""
-    return any(node.name.endswith(SUFFIX) for node in module.graph.nodes)
-
-
-def split_convolutions(module: GraphModule, min_bytes: int = MIN_BYTES) -> GraphModule:
-    """Rewrite a normalized joint graph in place and return it; the same graph gives the same names."""
+    min_bytes: smaller inputs are left alone.
+    """
     graph = module.graph
     order = {node: i for i, node in enumerate(graph.nodes)}
     owner, readers = _storages(graph)
-    returned = {storage_key(node.meta.get("val")) for node in joint_outputs(graph) if node is not None}
-    early: dict[fx.Node, None] = {}
     for node in list(order):
         if node.target is not _BACKWARD or not _is_plain(node):
             continue
         source = _argument(node, 1)
         key = storage_key(source.meta["val"])
-        if key in returned or owner[key].op != "call_function" or storage_nbytes(source.meta["val"]) < min_bytes:
+        if owner[key].op != "call_function" or storage_nbytes(source.meta["val"]) < min_bytes:
             continue
-        late = [reader for reader in readers[key] if order[reader] > order[node] and reader.target is not _BACKWARD]
-        if all(_is_mask(reader, source) for reader in late) and _split(node):
-            early.update(dict.fromkeys(late))
-    for mask in early:
-        (source,) = mask.all_input_nodes
-        _last_result(source).append(mask)
-        mask.meta = _without(mask.meta, "partitioner_tag")
+        if all(order[reader] <= order[node] or reader.target is _BACKWARD for reader in readers[key]):
+            _split(node)
     graph.lint()
     module.recompile()
     return module
@@ -92,18 +69,6 @@ def _argument(node: fx.Node, position: int) -> fx.Node:
     return found
 
 
-def _is_mask(node: fx.Node, source: fx.Node) -> bool:
-    """Whether autograd traced `node` in the backward and all it needs is `source`, of which it is a smaller image."""
-    value, whole = node.meta.get("val"), source.meta["val"]
-    return (
-        node.meta.get("partitioner_tag") == "is_backward"
-        and node.all_input_nodes == [source]
-        and is_pointwise(node)
-        and isinstance(value, torch.Tensor)
-        and storage_nbytes(value) < storage_nbytes(whole)
-    )
-
-
 def _is_plain(node: fx.Node) -> bool:
     """Whether both gradients are wanted of a convolution that is neither transposed nor depthwise, over real numbers.
 
@@ -122,13 +87,6 @@ def _is_plain(node: fx.Node) -> bool:
     )
 
 
-def _last_result(node: fx.Node) -> fx.Node:
-    """`node`, or the last of the getitems that stand behind it."""
-    while node.next.target is operator.getitem:
-        node = node.next
-    return node
-
-
 def undoing(
     output_size: Sequence[int], input_size: Sequence[int], kernel: Sequence[int], *, settings: Sequence[Sequence[int]]
 ) -> tuple[list[int], list[int], list[int], list[int]]:
@@ -145,14 +103,14 @@ def undoing(
     return stride, padding, dilation, [wanted - got for wanted, got in zip(input_size, reached, strict=True)]
 
 
-def _split(node: fx.Node) -> bool:
-    """Do it to one node; False where the gradient would not come out as it is recorded."""
+def _split(node: fx.Node) -> None:
+    """Do it to one node, unless the gradient would not come out as it is recorded."""
     graph = node.graph
     args: Any = node.args
     items = {item.args[1]: item for item in node.users}
     name = node.name + SUFFIX
     if 0 not in items or any(other.name == name for other in graph.nodes):
-        return False
+        return
     recorded = items[0].meta["val"]
     sizes = [[int(n) for n in arg.meta["val"].shape[2:]] for arg in args[:3]]
 
@@ -164,8 +122,8 @@ def _split(node: fx.Node) -> bool:
     with recorded.fake_mode:
         made = _CONVOLUTION(*arguments(args[0].meta["val"], args[2].meta["val"]))
     if (made.shape, made.stride(), made.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
-        return False
-    with graph.inserting_after(_last_result(node)):
+        return
+    with graph.inserting_after(last_result(node)):
         gradient = graph.call_function(_CONVOLUTION, arguments(args[0], args[2]))
     gradient.name = graph._graph_namespace.create_name(name, None)
     gradient.meta = _without(node.meta, "tensor_meta")
@@ -174,7 +132,6 @@ def _split(node: fx.Node) -> bool:
     graph.erase_node(items[0])
     node.args = (*args[:10], [False, *args[10][1:]])
     node.meta = _without(node.meta, "tensor_meta") | {"val": (None, *node.meta["val"][1:])}
-    return True
 
 
 def _without(meta: dict[str, Any], key: str) -> dict[str, Any]:
