@@ -5,7 +5,8 @@
 Each row is a process of its own (see pretend_gpu.py). Peaks are those of the scheduler's buffers, as the check before
 the first step takes them. The lowered step is the sum of its kernels (measured operators; bytes over bandwidth for
 generated ones) with its copies replayed on two queues; the ratio is to torch.compile's own graphs taken the same way.
-Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json).
+Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json); the two
+gradients of a convolution were timed together and count one half each.
 """
 
 from __future__ import annotations
