@@ -8,7 +8,8 @@
 Libraries compute the two gradients by separate calls anyway, so on CUDA this costs no time. Only where x is an
 activation of the graph that nothing behind reads but such backwards (for masks see ease_backward.py). On CPU the
 kernels differ in the last bits: graphs planned for it are left alone by the caller. Left alone here: transposed and
-depthwise convolutions (other kernels), and what would come out in another layout than recorded.
+depthwise convolutions (other kernels), what does not run in cuDNN, and what would come out in another layout than
+recorded.
 """
 
 from collections.abc import Sequence
@@ -20,6 +21,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.passes.capture import last_result
 from fxhome.passes.facts import storage_key, storage_nbytes
+from fxhome.passes.torch_compat import convolution_library
 
 SUFFIX = "_input_gradient"
 _BACKWARD = torch.ops.aten.convolution_backward.default
@@ -119,8 +121,14 @@ def _split(node: fx.Node) -> None:
         stride, padding, dilation, more = undoing(*sizes, settings=args[4:7])
         return output, weight, None, stride, padding, dilation, True, more, args[9]
 
+    output, source, weight = (arg.meta["val"] for arg in args[:3])
     with recorded.fake_mode:
-        made = _CONVOLUTION(*arguments(args[0].meta["val"], args[2].meta["val"]))
+        made = _CONVOLUTION(*arguments(output, weight))
+        if output.device.type == "cuda":
+            # Bitwise the same kernel, at the same speed.
+            whole = convolution_library((source, weight, None, *map(_copied, args[4:10])))
+            if (whole, convolution_library(arguments(output, weight))) != ("Cudnn", "CudnnTranspose"):
+                return
     if (made.shape, made.stride(), made.dtype) != (recorded.shape, recorded.stride(), recorded.dtype):
         return
     with graph.inserting_after(last_result(node)):
@@ -132,6 +140,10 @@ def _split(node: fx.Node) -> None:
     graph.erase_node(items[0])
     node.args = (*args[:10], [False, *args[10][1:]])
     node.meta = _without(node.meta, "tensor_meta") | {"val": (None, *node.meta["val"][1:])}
+
+
+def _copied(value: Any) -> Any:
+    return list(value) if isinstance(value, list | tuple) else value
 
 
 def _without(meta: dict[str, Any], key: str) -> dict[str, Any]:
