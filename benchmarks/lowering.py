@@ -5,7 +5,8 @@
 Each row is a process of its own (see pretend_gpu.py). Peaks are those of the scheduler's buffers, as the check before
 the first step takes them. The lowered step is the sum of its kernels (measured operators; bytes over bandwidth for
 generated ones) with its copies replayed on two queues; the ratio is to torch.compile's own graphs taken the same way.
-Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json).
+Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json); the two
+gradients of a convolution were timed together and count one half each.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from benchmarks.pretend_gpu import environment, install
+from benchmarks.pretend_gpu import environment, halved_times, install
 from benchmarks.workloads import WORKLOADS
 from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
@@ -184,6 +185,9 @@ def _known_times(wanted: dict[str, Any], cache: Any, _: str) -> None:
     """Take the times that were measured on the device; whatever is missing is estimated, and named."""
     times = json.loads((PROFILES / "h200_ops.json").read_text())
     cache.entries = {key: cost_model.OpTiming(us, size) for key, (us, size) in times.items()}
+    cache.entries |= {
+        signature: cost_model.OpTiming(us, size) for signature, (us, size) in halved_times(wanted, times).items()
+    }
     for signature in wanted.keys() - cache.entries.keys():
         print("not measured:", signature[:200], file=sys.stderr)
 

@@ -2,6 +2,7 @@
 
     environment(folder)   builds two small libraries with `cc` and returns the variables a child process needs
     install(profile)      in the child: torch and Inductor take the device of the profile for real
+    halved_times(...)     an estimate for the two halves of a convolution's backward, of which only the whole was timed
 
 Tensors are fake (torch's FakeTensorMode). Inductor's CUDA lowering, its fusion and our own scheduler pass run as they
 do on the device; generated kernels are written and never compiled. What a real device decides while it runs is not
@@ -15,14 +16,16 @@ import os
 import subprocess
 import sysconfig
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from fxhome.device import DeviceProfile
+from fxhome.passes.cost_model import op_signature
 
+_BACKWARD = torch.ops.aten.convolution_backward.default
 _RUNTIME = r"""
 #include <cuda_runtime_api.h>
 #include <string.h>
@@ -124,6 +127,28 @@ def install(profile: DeviceProfile) -> None:
     torch._subclasses.fake_tensor.init_gpu_context = functools.partial(_answer, None)  # type: ignore[assignment]
     _install_triton()
     _install_inductor()
+
+
+def halved_times(
+    wanted: Mapping[str, torch.fx.Node], times: Mapping[str, Sequence[float]]
+) -> dict[str, tuple[float, int]]:
+    """(us, workspace bytes) of gradients by signature: half of what the whole convolution_backward took, each.
+
+    wanted: the nodes by their signatures. A gradient whose whole was not measured either is left out.
+    """
+    found = {}
+    for signature, node in wanted.items():
+        if signature in times:
+            continue
+        whole: torch.fx.Node | None = node
+        if node.target is torch.ops.aten.convolution.default:
+            siblings = [user for user in node.all_input_nodes[0].users if user.target is _BACKWARD]
+            whole = next((user for user in siblings if user.args[2] is node.args[1]), None)
+        if whole is not None and whole.target is _BACKWARD:
+            measured = times.get(op_signature(whole).replace("[False,True,", "[True,True,"))
+            if measured is not None:
+                found[signature] = (measured[0] / 2, int(measured[1]) // 2)
+    return found
 
 
 def _answer(value: Any, *_: Any, **__: Any) -> Any:

@@ -5,14 +5,12 @@ measures
 every share ("60%") against their peak, and starts the search from their placement.
 """
 
-import operator
-
 import torch
 from torch import fx
 from torch.fx.graph_module import GraphModule
 
 from fxhome.passes import torch_compat
-from fxhome.passes.capture import mutated_input
+from fxhome.passes.capture import last_result, mutated_input
 from fxhome.passes.facts import GraphFacts, storage_key
 from fxhome.passes.simulate import KEEP, RECOMPUTE, Placements, Problem
 
@@ -85,10 +83,7 @@ def take_saved_early(module: GraphModule, saved: frozenset[object]) -> None:
         last = max(node.all_input_nodes, key=order.__getitem__)
         if last.op == "placeholder":
             continue
-        anchor = last
-        while anchor.next.target is operator.getitem:
-            anchor = anchor.next
-        anchor.append(node)
+        last_result(last).append(node)
         order[node] = order[last]
 
 

@@ -67,6 +67,13 @@ def mutated_input(node: fx.Node) -> fx.Node | None:
     return target if isinstance(target, fx.Node) and target.op == "placeholder" else None
 
 
+def last_result(node: fx.Node) -> fx.Node:
+    """`node`, or the last of the getitems that stand behind it."""
+    while node.next.target is operator.getitem:
+        node = node.next
+    return node
+
+
 def normalize(module: fx.GraphModule) -> fx.GraphModule:
     """Rewrite `module` in place into the form described above and return it.
 

@@ -35,6 +35,8 @@ def separate_constants(module: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph
         with graph.inserting_after(node):
             own = graph.create_node("call_function", node.target, node.args, node.kwargs)
         own.meta = inherited_meta(node) | {"val": node.meta["val"], "partitioner_tag": "is_backward"}
+        # Named after its source: the same graph gives the same names in whatever order it lists them.
+        own.name = graph._graph_namespace.create_name(f"{node.name}_again", None)
         sides[own] = "backward"
         for user in behind:
             user.replace_input_with(node, own)

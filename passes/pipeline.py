@@ -1,8 +1,9 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> constants -> facts -> cost -> search
-             -> partition -> insert_codecs -> insert_transfers -> check
+    baseline -> normalize -> constants -> facts -> cost -> ease_backward -> facts -> cost
+             -> search -> partition -> insert_codecs -> insert_transfers -> check
 
+The first facts and cost are the baseline's, the second ones those of what is planned where that differs (on CUDA).
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
 """
@@ -30,9 +31,10 @@ from fxhome.passes.baseline import (
     take_saved_early,
 )
 from fxhome.passes.capture import normalize
-from fxhome.passes.codec_choice import choose_codecs
+from fxhome.passes.codec_choice import StorageCodecs, choose_codecs
 from fxhome.passes.constants import separate_constants
 from fxhome.passes.cost_model import node_costs
+from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
 from fxhome.passes.insert_codecs import codecs_of, insert_codecs
@@ -40,7 +42,7 @@ from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
-from fxhome.passes.problem import build_problem
+from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
 from fxhome.passes.simulate import Link, Placements, Problem, SimResult, holders, simulate
@@ -211,16 +213,24 @@ def plan_graph(
     stock = runner.run(
         "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
     )
-    work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    normal = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    traced = runner.run("constants", lambda: separate_constants(normal, num_fwd_outputs))
+    work = copy_joint(traced)
     saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
     take_saved_early(work, saved)
-    runner.run("constants", lambda: separate_constants(work, num_fwd_outputs))
-    facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved))
-    resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
-    costs = runner.run("cost", lambda: node_costs(work, facts, profile, measure=measure, fusing=fusing))
     seen = {} if replays else dict(situation.observed_bytes)
+
+    def model(module: GraphModule) -> tuple[GraphFacts, Costs, tuple[StorageCodecs, ...]]:
+        facts = runner.run(
+            "facts", lambda: extract_facts(module, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved)
+        )
+        costs = runner.run("cost", lambda: node_costs(module, facts, profile, measure=measure, fusing=fusing))
+        offers = choose_codecs(module, facts, profile, options.allow, lossy=options.lossy, observed=seen)
+        return facts, costs, tuple(offers)
+
+    facts, costs, codecs = model(work)
+    resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     replay = find_replay(replays, facts)
-    codecs = choose_codecs(work, facts, profile, options.allow, lossy=options.lossy, observed=seen)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
 
     def assemble(between_bytes: int) -> Problem:
@@ -257,9 +267,6 @@ def plan_graph(
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
-
-    if situation.leave_room:
-        problem = _saving_least(problem, assemble, budget - fixed)
 
     def finish(
         result: SimResult,
@@ -309,6 +316,22 @@ def plan_graph(
             problem=alone,
             step_seconds=runner.seconds,
         )
+
+    if _eases(facts, options, replay):
+        before = [node.name for node in work.graph.nodes]
+        work = runner.run("ease_backward", lambda: ease_backward(copy_joint(traced), fusing=fusing))
+        take_saved_early(work, saved)
+        if [node.name for node in work.graph.nodes] != before:
+            fingerprint = facts.fingerprint
+            facts, costs, codecs = model(work)
+            facts = replace(facts, fingerprint=fingerprint)
+            problem = assemble(between_bytes)
+            alone = assemble(0) if between_bytes else problem
+            workspace = max(costs.workspace_bytes, default=0)
+            by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
+            stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+    if situation.leave_room:
+        problem = _saving_least(problem, assemble, budget - fixed)
 
     classes = storage_classes(work, facts)
     if replay is not None:
@@ -370,6 +393,19 @@ def plan_graph(
         problem=alone,
         step_seconds=runner.seconds,
     )
+
+
+def _eases(facts: GraphFacts, options: Options, replay: Plan | None) -> bool:
+    """Whether what is planned is the graph of which the backward reads less.
+
+    Published policies are run on the graph that they know.
+    """
+    if facts.planned_for != "cuda":
+        return False
+    if replay is None:
+        return options.policy == "pso"
+    known = {storage.name for storage in facts.storages if storage.is_activation}
+    return is_eased(replay.program) or any(entry.name not in known for entry in replay.placements)
 
 
 def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: int) -> Problem:
@@ -504,7 +540,9 @@ def rewrite(
     graph_key: str = "",
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
-    work = normalize(copy_joint(joint))
+    work = separate_constants(normalize(copy_joint(joint)), num_fwd_outputs)
+    if is_eased(program):
+        work = ease_backward(work, fusing=is_eased_for_fusion(program))
     named = codecs or {}
     graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
     return insert_transfers(*graphs, program, num_fwd_outputs, named)

@@ -92,6 +92,15 @@ def static_metadata() -> Any:
     return getattr(context, "fw_metadata", None) if context is not None else None
 
 
+def convolution_library(arguments: tuple[Any, ...]) -> str:
+    """Which kernels ATen runs for the arguments of aten.convolution, as it names them ("Cudnn", "CudnnTranspose", ...).
+
+    Tensors may be fake; call it inside their mode then.
+    """
+    choice: Any = torch._C._select_conv_backend(*arguments)
+    return str(choice.name)
+
+
 def donate_nothing() -> None:
     """Say to the step being traced that no saved tensor is donated: backward(retain_graph=True) is allowed then."""
     metadata = static_metadata()

@@ -24,7 +24,12 @@ class _TracedError(BaseException):
     """Ends a trace at its partition; not an Exception, so nothing on the way swallows it."""
 
 
-def joint_graph(function: Callable[..., Any], *args: Any, dynamic: bool | None = None) -> tuple[GraphModule, int]:
+def joint_graph(
+    function: Callable[..., Any],
+    *args: Any,
+    dynamic: bool | None = None,
+    decompositions: dict[Any, Callable[..., Any]] | None = None,
+) -> tuple[GraphModule, int]:
     """The joint graph of `function` as a partition function gets it, and its number of forward outputs."""
     found: list[tuple[GraphModule, int]] = []
 
@@ -37,7 +42,11 @@ def joint_graph(function: Callable[..., Any], *args: Any, dynamic: bool | None =
 
     torch._dynamo.reset()
     compiler = aot_autograd(
-        fw_compiler=never, bw_compiler=never, partition_fn=partition, keep_inference_input_mutations=True
+        fw_compiler=never,
+        bw_compiler=never,
+        partition_fn=partition,
+        keep_inference_input_mutations=True,
+        decompositions=decompositions,
     )
     try:
         torch.compile(function, backend=compiler, dynamic=dynamic)(*args)

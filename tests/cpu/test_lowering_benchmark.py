@@ -5,9 +5,15 @@ from __future__ import annotations
 import dataclasses
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks.lowering import PROFILES, SLACK, Row, replay, table
+from benchmarks.pretend_gpu import halved_times
 from fxhome.device import DeviceProfile
+from fxhome.passes.cost_model import op_signature
+from fxhome.passes.split_convolution import SUFFIX, split_convolutions
+from tests.graph_tools import normalized
 
 PROFILE = dataclasses.replace(
     DeviceProfile.load(PROFILES / "h200_device.json"), d2h_bytes_per_s=1e9, h2d_bytes_per_s=2e9, copy_latency_us=10.0
@@ -47,3 +53,18 @@ def test_the_table_shows_ratios_to_the_same_graphs_without_a_budget_and_names_re
     assert "| m | (slack) | 4.000 | 4.000 | +0.00 % | 1 | 1.000 | 1.000 | 0.0 |" in text
     assert "| m | 2.40 (60%) | 2.380 | 2.400 | -0.83 % | 2 | 1.100 | 1.100 | 1.5 |" in text
     assert "| m | 5% | refused: at least 1.00 GB | | | 3 | | | |" in text
+
+
+def test_each_half_of_a_convolutions_backward_counts_half_of_what_the_whole_took() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x.sin(), weight).exp().sum()
+
+    values = [torch.randn(1, 2, 8, 8, requires_grad=True), torch.randn(2, 2, 3, 3, requires_grad=True)]
+    module, _ = normalized(step, *values)
+    (whole,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default)
+    times = {op_signature(whole): (80.0, 4096)}
+    split_convolutions(module, min_bytes=0)
+    halves = [whole, next(node for node in module.graph.nodes if node.name.endswith(SUFFIX))]
+    wanted = {op_signature(node): node for node in halves}
+    assert halved_times(wanted, times) == dict.fromkeys(wanted, (40.0, 2048))
+    assert halved_times(wanted, {}) == {}
