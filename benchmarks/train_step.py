@@ -182,6 +182,8 @@ class Bench:
             method.cap_bytes = method.figures["cap_bytes"]
         if self.device.type == "cuda":
             with measuring_turn(self.device):
+                if method.cap_bytes is not None:
+                    figures["uncapped_reserved_bytes"] = self.uncapped(method)
                 self.open_cap(method.cap_bytes)
                 self.one(method.step)
                 for parameter in self.model.parameters():
@@ -205,12 +207,16 @@ class Bench:
             with method.around:
                 self.open_cap(method.cap_bytes)
                 self.one(method.step)
+                retries = self.retries()
                 for _ in range(self.arguments.steps):
                     self.sync()
                     begin = time.perf_counter()
                     self.one(method.step)
                     self.sync()
                     method.times.append(time.perf_counter() - begin)
+                method.figures["allocator_retries"] = (
+                    method.figures.get("allocator_retries", 0) + self.retries() - retries
+                )
         except torch.OutOfMemoryError as error:
             method.figures["error"] = f"out of memory while timed: {str(error).splitlines()[0][:200]}"
 
@@ -242,6 +248,19 @@ class Bench:
             torch.cuda.empty_cache()
             total = torch.cuda.get_device_properties(0).total_memory
             torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
+
+    def retries(self) -> int:
+        """How often the allocator has had to give memory back before it could go on: each stops the device."""
+        return int(torch.cuda.memory_stats().get("num_alloc_retries", 0)) if self.device.type == "cuda" else 0
+
+    def uncapped(self, method: Method) -> int:
+        """Bytes that the allocator takes where nothing stops it."""
+        self.open_cap(None)
+        torch.cuda.reset_peak_memory_stats()
+        for _ in range(3):
+            self.one(method.step)
+        self.sync()
+        return int(torch.cuda.max_memory_reserved())
 
     def one(self, step: Callable[[], torch.Tensor], keep: bool = False) -> float:
         """Forward and backward; gradients are dropped before it."""

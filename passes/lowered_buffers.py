@@ -78,7 +78,7 @@ class LoweredBuffers:
         What is written over an operand begins as that operand ends, one step before.
         """
         step = {node: i for i, node in enumerate(order)}
-        taken = {self.by_name[t.operand] for t in self.takeovers if self._is_taken(t, step)}
+        taken = {self.by_name[t.operand] for t in self.takeovers if self.is_taken(t, step)}
         found = []
         for buffer in self.buffers:
             start = step[buffer.maker] if buffer.maker is not None else 0
@@ -94,7 +94,7 @@ class LoweredBuffers:
         step = {node: i for i, node in enumerate(order)}
         # What is written over an operand is the operand's block under another name.
         block = {buffer.name: buffer.name for buffer in self.buffers}
-        taken = sorted((t for t in self.takeovers if self._is_taken(t, step)), key=lambda t: step[t.kernel])
+        taken = sorted((t for t in self.takeovers if self.is_taken(t, step)), key=lambda t: step[t.kernel])
         for takeover in taken:
             block[takeover.result] = block[takeover.operand]
         lives: dict[str, tuple[int, int, int]] = {}
@@ -110,7 +110,8 @@ class LoweredBuffers:
         ]
         return events(named, len(order))
 
-    def _is_taken(self, takeover: Takeover, step: Mapping[Any, int]) -> bool:
+    def is_taken(self, takeover: Takeover, step: Mapping[Any, int]) -> bool:
+        """Whether the operand has no other reader left when the kernel runs. step: of every node in an order."""
         operand, kernel = self.by_name[takeover.operand], takeover.kernel
         return all(reader is kernel or step[reader] < step[kernel] for reader in operand.readers)
 
