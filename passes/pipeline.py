@@ -1,6 +1,7 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> facts -> cost -> search -> partition -> insert_codecs -> insert_transfers -> check
+    baseline -> normalize -> channels_last -> facts -> cost -> search
+             -> partition -> insert_codecs -> insert_transfers -> check
 
 Each step is a named function; the runner times it, checks it and, when asked, dumps the graphs after it. Inspection is
 this runner with dumping on.
@@ -29,6 +30,7 @@ from fxhome.passes.baseline import (
     take_saved_early,
 )
 from fxhome.passes.capture import normalize
+from fxhome.passes.channels_last import Layouts, convolution_layouts, to_channels_last
 from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
@@ -114,6 +116,8 @@ class Planned:
     """What the baseline would save for the backward."""
     problem: Problem | None = None
     """The graph's own problem, with nothing asked for between its forward and its backward."""
+    layouts: Layouts = Layouts.TRACED
+    """What was done to the convolutions of the graph before it was planned: `rewrite` does it again."""
 
     def smallest_peak_bytes(self) -> int:
         """The least graph bytes that a plan of this graph can do with."""
@@ -210,7 +214,17 @@ def plan_graph(
         "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
     )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
-    saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
+    layouts = convolution_layouts(stock[0], device_type=profile.kind, fusing=fusing)
+    traced_nodes = len(work.graph.nodes)
+    runner.run("channels_last", lambda: to_channels_last(work, layouts))
+    split = stock
+    if len(work.graph.nodes) > traced_nodes:
+        # What the inner compiler saves, in the layout that it would have chosen while lowering.
+        split = runner.run(
+            "baseline",
+            lambda: baseline_partition(work, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler),
+        )
+    saved = saved_storages(split[0], num_fwd_outputs) if fusing else frozenset()
     take_saved_early(work, saved)
     facts = runner.run("facts", lambda: extract_facts(work, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved))
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
@@ -240,7 +254,7 @@ def plan_graph(
     workspace = max(costs.workspace_bytes, default=0)
     by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
-    stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+    stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
     if fusing:
         # The graphs say what is computed, not what a fusing compiler writes to memory: its model does.
@@ -305,6 +319,7 @@ def plan_graph(
             stock_boundary_bytes=stock_peak.boundary_bytes,
             problem=alone,
             step_seconds=runner.seconds,
+            layouts=layouts,
         )
 
     classes = storage_classes(work, facts)
@@ -366,6 +381,7 @@ def plan_graph(
         stock_boundary_bytes=stock_peak.boundary_bytes,
         problem=alone,
         step_seconds=runner.seconds,
+        layouts=layouts,
     )
 
 
@@ -499,9 +515,10 @@ def rewrite(
     num_fwd_outputs: int,
     codecs: Mapping[str, str] | None = None,
     graph_key: str = "",
+    layouts: Layouts = Layouts.TRACED,
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
-    work = normalize(copy_joint(joint))
+    work = to_channels_last(normalize(copy_joint(joint)), layouts)
     named = codecs or {}
     graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
     return insert_transfers(*graphs, program, num_fwd_outputs, named)
