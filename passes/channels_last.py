@@ -26,6 +26,8 @@ from fxhome.passes.fusion import is_generated_loop, is_pointwise, operator_name
 
 NAME_SUFFIX = "_channels_last"
 TRACED_SUFFIX = "_as_traced"
+LAYOUT = "fxhome_layout"
+"""meta key of what this pass inserted."""
 
 _CONVOLUTION_OPERANDS: dict[Any, tuple[int, ...]] = {
     torch.ops.aten.convolution.default: (0, 1),
@@ -67,9 +69,17 @@ def to_channels_last(module: fx.GraphModule, layouts: Layouts) -> fx.GraphModule
         rewriter = _Rewriter(graph, wanted, everywhere)
         for node in list(graph.nodes):
             rewriter.visit(node)
+        for node in rewriter.passed:
+            if not node.users:
+                graph.erase_node(node)
         graph.lint()
         module.recompile()
     return module
+
+
+def is_converted(module: fx.GraphModule) -> bool:
+    """Whether the pass had anything to change in a graph."""
+    return any(LAYOUT in node.meta for node in module.graph.nodes)
 
 
 def is_convolution(node: fx.Node) -> bool:
@@ -132,8 +142,11 @@ def _hands_layout_on(node: fx.Node) -> bool:
 
 
 class _Rewriter:
-    """Visits the nodes in order. `clones`: the channels-last copy of a value; `traced`: the copy with its old strides;
-    `strides`: the old strides of what has others now.
+    """Visits the nodes in order.
+
+    clones: the channels-last copy of a value that pointwise readers get; pinned: one for convolutions only; passed:
+    what a copy was made of that served its layout alone; traced: the copy with the old strides; strides: those of what
+    has others now; changed: nodes with another value; operands: the old ones of what reads others now.
     """
 
     def __init__(self, graph: fx.Graph, wanted: set[fx.Node], everywhere: bool) -> None:
@@ -142,9 +155,11 @@ class _Rewriter:
         self.everywhere = everywhere
         self.clones: dict[fx.Node, fx.Node] = {}
         self.pinned: dict[fx.Node, fx.Node] = {}
+        self.passed: dict[fx.Node, fx.Node] = {}
         self.traced: dict[fx.Node, fx.Node] = {}
         self.strides: dict[fx.Node, list[tuple[int, ...]]] = {}
         self.changed: set[fx.Node] = set()
+        self.operands: dict[fx.Node, tuple[Any, Any]] = {}
 
     def visit(self, node: fx.Node) -> None:
         """Give one node its operands in the layout it takes, and its value the strides that follow."""
@@ -172,10 +187,16 @@ class _Rewriter:
     def _flow(self, node: fx.Node) -> None:
         """Let a node take its operands as they are; as traced where it cannot."""
         args, kwargs, meta = node.args, node.kwargs, node.meta
-        if operator_name(node) not in _RESHAPES:
-            self._read(node, lambda value: self.clones.get(value, value))
+        if operator_name(node) in _RESHAPES:
+            self._read(node, lambda value: self.passed.get(value, value))
+        else:
+            self._read(node, lambda value: self.clones.get(value, self.passed.get(value, value)))
         try:
             self._infer(node)
+            if _makes_contiguous(node) and LAYOUT not in node.meta:
+                (source,) = node.all_input_nodes
+                if is_channels_last(source.meta["val"]):
+                    self.passed[node] = source
             results = [leaf for leaf in tree_leaves(node.meta["val"]) if isinstance(leaf, torch.Tensor)]
             if node not in self.strides or _is_view(node) or all(_is_dense(result) for result in results):
                 return
@@ -185,17 +206,21 @@ class _Rewriter:
         node.args, node.kwargs, node.meta = args, kwargs, meta
         self.changed.discard(node)
         self.strides.pop(node, None)
+        self.operands.pop(node, None)
         self._read(node, self._as_traced)
         self._infer(node)
 
     def _read(self, node: fx.Node, choose: Callable[[fx.Node], fx.Node]) -> None:
+        before, operands_before = node.all_input_nodes, (node.args, node.kwargs)
         node.args = fx.node.map_arg(node.args, choose)
         node.kwargs = fx.node.map_arg(node.kwargs, choose)
+        if node.all_input_nodes != before:
+            self.operands[node] = operands_before
 
     def _infer(self, node: fx.Node) -> None:
         """Run a node on its inputs' fake values where one of them is not what it was traced with."""
         inputs = node.all_input_nodes
-        if not any(source in self.changed for source in inputs):
+        if node not in self.operands and not any(source in self.changed for source in inputs):
             return
         old = node.meta["val"]
         if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
@@ -253,12 +278,14 @@ class _Rewriter:
         value, (stride, *_) = node.meta["val"], self.strides[node]
         if not isinstance(value, torch.Tensor) or not _is_dense(value, stride):
             # A part of something, or something repeated: taken from the whole as that was traced.
-            again = self.graph.node_copy(node, self._as_traced)
+            again = self.graph.node_copy(node)
+            again.args, again.kwargs = self.operands.get(node, (node.args, node.kwargs))
+            self._read(again, self._as_traced)
             # The parts of a list stand right behind it.
             (again.all_input_nodes[0] if node.target is operator.getitem else _behind(node)).append(again)
             again.meta = {key: value for key, value in node.meta.items() if key not in _NOT_INHERITED}
-            self.changed.add(again)
-            again.meta["val"] = value
+            again.meta |= {"val": value, LAYOUT: True}
+            self.operands[again] = (node.args, node.kwargs)
             self._infer(again)
             self._name(again, node.name + TRACED_SUFFIX)
             self.strides.pop(again, None)
@@ -300,6 +327,7 @@ class _Rewriter:
         values = fx.node.map_arg(args, lambda source: source.meta["val"])
         with fake_mode_of(values[0]), torch.no_grad():
             node.meta["val"] = target(*values, **kwargs)
+        node.meta[LAYOUT] = True
         self.changed.add(node)
         return node
 
@@ -318,6 +346,16 @@ def _takes_any_layout(node: fx.Node) -> bool:
     if node.target in _CONVOLUTION_OPERANDS:
         return False
     return name in _PRODUCTS or _is_view(node) or is_generated_loop(node)
+
+
+def _makes_contiguous(node: fx.Node) -> bool:
+    """Whether a node copies an image for no more than its layout, as the decomposition of group norm does."""
+    value = node.meta["val"]
+    return (
+        node.target is torch.ops.aten.clone.default
+        and node.kwargs.get("memory_format") is torch.contiguous_format
+        and value.ndim == 4
+    )
 
 
 def _is_view(node: fx.Node) -> bool:

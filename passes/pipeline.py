@@ -30,7 +30,7 @@ from fxhome.passes.baseline import (
     take_saved_early,
 )
 from fxhome.passes.capture import normalize
-from fxhome.passes.channels_last import Layouts, convolution_layouts, to_channels_last
+from fxhome.passes.channels_last import Layouts, convolution_layouts, is_converted, to_channels_last
 from fxhome.passes.codec_choice import choose_codecs
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import GraphFacts, extract_facts
@@ -215,10 +215,9 @@ def plan_graph(
     )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
     layouts = convolution_layouts(stock[0], device_type=profile.kind, fusing=fusing)
-    traced_nodes = len(work.graph.nodes)
     runner.run("channels_last", lambda: to_channels_last(work, layouts))
     split = stock
-    if len(work.graph.nodes) > traced_nodes:
+    if is_converted(work):
         # What the inner compiler saves, in the layout that it would have chosen while lowering.
         split = runner.run(
             "baseline",
