@@ -20,6 +20,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
+from fxhome.errors import UnsupportedGraphError
 from fxhome.passes import torch_compat
 from fxhome.passes.capture import fake_mode_of
 from fxhome.passes.fusion import is_generated_loop, is_pointwise, operator_name
@@ -60,7 +61,10 @@ def convolution_layouts(stock_forward: fx.GraphModule, *, device_type: str, fusi
 
 
 def to_channels_last(module: fx.GraphModule, layouts: Layouts) -> fx.GraphModule:
-    """Rewrite a normalized joint graph in place, and return it. Without a convolution concerned nothing changes."""
+    """Rewrite a normalized joint graph in place, and return it. Without a convolution concerned nothing changes.
+
+    Raises UnsupportedGraphError, with the graph half rewritten, where a node does not run on other strides.
+    """
     if layouts is Layouts.TRACED:
         return module
     graph, everywhere = module.graph, layouts is Layouts.EVERYWHERE
@@ -68,7 +72,13 @@ def to_channels_last(module: fx.GraphModule, layouts: Layouts) -> fx.GraphModule
     if any(is_convolution(node) and (everywhere or _runs_channels_last(node)) for node in graph.nodes):
         rewriter = _Rewriter(graph, wanted, everywhere)
         for node in list(graph.nodes):
-            rewriter.visit(node)
+            try:
+                rewriter.visit(node)
+            except (RuntimeError, ValueError) as error:
+                raise UnsupportedGraphError(
+                    f"channels_last: '{node.name}' ({node.target}) does not run on the strides that channels-last "
+                    f"convolutions lead to: {str(error).splitlines()[0] if str(error) else type(error).__name__}"
+                ) from error
         for node in rewriter.passed:
             if not node.users:
                 graph.erase_node(node)
@@ -190,7 +200,7 @@ class _Rewriter:
         if operator_name(node) in _RESHAPES:
             self._read(node, lambda value: self.passed.get(value, value))
         else:
-            self._read(node, lambda value: self.clones.get(value, self.passed.get(value, value)))
+            self._read(node, lambda value: self.clones.get(value, value))
         try:
             self._infer(node)
             if _makes_contiguous(node) and LAYOUT not in node.meta:
@@ -246,7 +256,9 @@ class _Rewriter:
             self.strides[node] = before
 
     def _clone_where_wanted(self, node: fx.Node) -> None:
-        if node not in self.wanted:
+        if node in self.passed:
+            self.clones[node] = self.passed[node]
+        if node not in self.wanted or node in self.passed:
             return
         value = node.meta["val"]
         if is_channels_last(value) or not _is_dense(value):
@@ -290,7 +302,8 @@ class _Rewriter:
             self._name(again, node.name + TRACED_SUFFIX)
             self.strides.pop(again, None)
             strides = [_stride(leaf) for leaf in tree_leaves(again.meta["val"])]
-            assert strides == self.strides[node], f"'{node.name}' has no way back to its traced strides"
+            if strides != self.strides[node]:
+                raise ValueError(f"no way back to {self.strides[node]}")
             return again
         if stride == _contiguous(value.shape):
             return self._clone(node, node, torch.contiguous_format, node.name + TRACED_SUFFIX)

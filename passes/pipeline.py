@@ -19,7 +19,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
-from fxhome.errors import InfeasibleBudgetError
+from fxhome.errors import InfeasibleBudgetError, UnsupportedGraphError
 from fxhome.options import Options
 from fxhome.passes.baseline import (
     baseline_partition,
@@ -215,7 +215,11 @@ def plan_graph(
     )
     work = runner.run("normalize", lambda: normalize(copy_joint(joint)))
     layouts = convolution_layouts(stock[0], device_type=profile.kind, fusing=fusing)
-    runner.run("channels_last", lambda: to_channels_last(work, layouts))
+    try:
+        runner.run("channels_last", lambda: to_channels_last(work, layouts))
+    except UnsupportedGraphError as refusal:
+        log.warning("fxhome: convolutions keep the layout that they were traced with: %s", refusal)
+        layouts, work = Layouts.TRACED, normalize(copy_joint(joint))
     split = stock
     if is_converted(work):
         # What the inner compiler saves, in the layout that it would have chosen while lowering.

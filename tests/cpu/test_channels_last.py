@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -371,6 +372,21 @@ def wide_model() -> nn.Module:
     for inside in (3, 96, 96, 96):
         layers += [nn.Conv2d(inside, 96, 3, padding=1), nn.BatchNorm2d(96), nn.ReLU()]
     return nn.Sequential(*layers)
+
+
+def test_where_a_node_cannot_follow_the_graph_is_planned_as_traced(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("strides of another kind")
+
+    monkeypatch.setattr("fxhome.passes.channels_last._Rewriter._clone_where_wanted", fail)
+    profile = dataclasses.replace(cached_profile("cpu"), kind="cuda")
+    torch._dynamo.reset()
+    plan = fxhome.plan(wide_model(), (torch.randn(16, 3, 32, 32),), 0.7, device=profile)
+    assert not [item for item in plan.program if "channels_last" in item.target]
+    (message,) = [record.getMessage() for record in caplog.records if record.name == "fxhome.planner"]
+    assert re.search(r"keep the layout .* channels_last: '\w+' \(.*\) does not run on the strides", message)
 
 
 @pytest.mark.parametrize("budget", [0.7, 1.0])
