@@ -1,7 +1,8 @@
 """The training steps that are measured: each a module that returns its scalar loss, and its arguments.
 
 Weights and data are drawn from a seed on the device; nothing is loaded. CNNs run channels-last under bf16 autocast,
-transformers in bf16, as people train them on today's GPUs; on CPU everything is fp32.
+transformers in bf16, as people train them on today's GPUs; on CPU everything is fp32. Those named `_nchw` get their
+models and images as torchvision makes them, which leaves the layout to the compiler.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def _decoder(width: int, layers: int, heads: int, vocabulary: int, tokens: int) 
     return build
 
 
-def _image(name: str, pixels: int) -> Callable[[int, torch.device], Built]:
+def _image(name: str, pixels: int, channels_last: bool = True) -> Callable[[int, torch.device], Built]:
     def build(batch: int, device: torch.device) -> Built:
         import torchvision
 
@@ -182,7 +183,7 @@ def _image(name: str, pixels: int) -> Callable[[int, torch.device], Built]:
             model = torchvision.models.get_model(name, weights=None, **extra)
             images = torch.randn(batch, 3, pixels, pixels)
             labels = torch.randint(0, 1000, (batch,))
-        if cuda:
+        if cuda and channels_last:
             model, images = model.to(memory_format=torch.channels_last), images.to(memory_format=torch.channels_last)
         return Classifier(model, cuda), (images, labels)
 
@@ -249,6 +250,8 @@ _ALL = (
     Workload("vit_b_16", _image("vit_b_16", 224), {"cuda": 128, "cpu": 16}),
     Workload("vit_l_16", _image("vit_l_16", 224), {"cuda": 128, "cpu": 2}),
     Workload("resnet50", _image("resnet50", 224), {"cuda": 512, "cpu": 8}),
+    Workload("resnet50_nchw", _image("resnet50", 224, channels_last=False), {"cuda": 512, "cpu": 8}),
+    Workload("vgg16_nchw", _image("vgg16", 224, channels_last=False), {"cuda": 256, "cpu": 32}),
     Workload("resnet152", _image("resnet152", 224), {"cuda": 256, "cpu": 4}),
     Workload("vgg16", _image("vgg16", 224), {"cuda": 256, "cpu": 32}),
     Workload("mobilenet_v2", _image("mobilenet_v2", 224), {"cuda": 512, "cpu": 8}),

@@ -328,6 +328,7 @@ def _lower(
                 num_fwd_outputs,
                 codecs_of(planned.plan),
                 planned.plan.graph_fingerprint,
+                planned.layouts,
             )
 
         patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
@@ -363,7 +364,8 @@ def _patches(planned: Planned) -> dict[str, Any]:
     pinned = {"reorder_for_peak_memory": False} if moves else {}
     # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
     # serves as well.
-    # Nor does a plan know of convolutions in another layout than the traced one: of their copies and their workspace.
+    # Nor does a plan know of convolutions in another layout than its graph's: of their copies and their workspace. What
+    # Inductor would choose is in that graph already (passes/channels_last.py).
     return pinned | {"allow_buffer_reuse": False, "layout_optimization": False}
 
 

@@ -105,7 +105,7 @@ def correct_recorded_values(module: fx.GraphModule) -> None:
             replaced[old.untyped_storage()._cdata] = old
             node.meta["val"] = buffer
         elif types:
-            with _fake_mode_of(node.meta["val"][0]):
+            with fake_mode_of(node.meta["val"][0]):
                 results = [
                     value.to(types[i]) if i in types and value is not None else value
                     for i, value in enumerate(node.meta["val"])
@@ -143,7 +143,7 @@ def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
     source, target = (leaf.meta["val"] for leaf in node.args[:2] if isinstance(leaf, fx.Node))
     if source.ndim == 0:
         return None
-    with _fake_mode_of(source):
+    with fake_mode_of(source):
         elements = torch.broadcast_shapes(source.shape, target.shape)
         result: torch.Tensor = node.meta["val"].new_empty(elements).as_strided((), ())
     return result
@@ -220,14 +220,15 @@ def _clone_overwritten_inputs(graph: fx.Graph) -> None:
         with graph.inserting_after(anchor):
             clone = graph.call_function(torch.ops.aten.clone.default, (source,))
         clone.meta = {key: source.meta[key] for key in ("val", "tensor_meta") if key in source.meta}
-        with _fake_mode_of(source.meta["val"]):
+        with fake_mode_of(source.meta["val"]):
             clone.meta["val"] = torch.ops.aten.clone.default(source.meta["val"])
         clone.meta["fxhome_clone_of"] = source.name
         clone.name = graph._graph_namespace.create_name(CLONE_PREFIX + source.name, None)
         anchor = clone
 
 
-def _fake_mode_of(value: torch.Tensor) -> Any:
+def fake_mode_of(value: torch.Tensor) -> Any:
+    """The mode that a recorded value was traced in. Raises UnsupportedGraphError where there is none."""
     mode = getattr(value, "fake_mode", None)
     if mode is None:
         raise UnsupportedGraphError(
@@ -251,5 +252,5 @@ def _infer_value(node: fx.Node) -> None:
         raise UnsupportedGraphError(
             f"capture: node '{node.name}' ({node.target}) reads no tensor and has no recorded value"
         )
-    with _fake_mode_of(tensors[0]):
+    with fake_mode_of(tensors[0]):
         node.meta["val"] = node.target(*arguments, **keywords)

@@ -1,6 +1,6 @@
 """The ordered steps from a joint graph to a planned forward and backward, and the one runner that executes them.
 
-    baseline -> normalize -> constants -> facts -> cost -> ease_backward -> facts -> cost
+    baseline -> normalize -> channels_last -> constants -> facts -> cost -> ease_backward -> facts -> cost
              -> search -> partition -> insert_codecs -> insert_transfers -> check
 
 The first facts and cost are the baseline's, the second ones those of what is planned where that differs (on CUDA).
@@ -20,7 +20,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
-from fxhome.errors import InfeasibleBudgetError
+from fxhome.errors import InfeasibleBudgetError, UnsupportedGraphError
 from fxhome.options import Options
 from fxhome.passes.baseline import (
     baseline_partition,
@@ -31,6 +31,7 @@ from fxhome.passes.baseline import (
     take_saved_early,
 )
 from fxhome.passes.capture import normalize
+from fxhome.passes.channels_last import Layouts, convolution_layouts, is_converted, to_channels_last
 from fxhome.passes.codec_choice import StorageCodecs, choose_codecs
 from fxhome.passes.constants import separate_constants
 from fxhome.passes.cost_model import node_costs
@@ -118,6 +119,8 @@ class Planned:
     """What the baseline would save for the backward."""
     problem: Problem | None = None
     """The graph's own problem, with nothing asked for between its forward and its backward."""
+    layouts: Layouts = Layouts.TRACED
+    """What was done to the convolutions of the graph before it was planned: `rewrite` does it again."""
 
     def smallest_peak_bytes(self) -> int:
         """The least graph bytes that a plan of this graph can do with."""
@@ -213,10 +216,23 @@ def plan_graph(
     stock = runner.run(
         "baseline", lambda: baseline_partition(joint, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler)
     )
-    normal = runner.run("normalize", lambda: normalize(copy_joint(joint)))
-    traced = runner.run("constants", lambda: separate_constants(normal, num_fwd_outputs))
+    traced = runner.run("normalize", lambda: normalize(copy_joint(joint)))
+    layouts = convolution_layouts(stock[0], device_type=profile.kind, fusing=fusing)
+    try:
+        runner.run("channels_last", lambda: to_channels_last(traced, layouts))
+    except UnsupportedGraphError as refusal:
+        log.warning("fxhome: convolutions keep the layout that they were traced with: %s", refusal)
+        layouts, traced = Layouts.TRACED, normalize(copy_joint(joint))
+    split = stock
+    if is_converted(traced):
+        # What the inner compiler saves, in the layout that it would have chosen while lowering.
+        split = runner.run(
+            "baseline",
+            lambda: baseline_partition(traced, inputs, num_fwd_outputs, static_lifetime_input_indices, compiler),
+        )
+    saved = saved_storages(split[0], num_fwd_outputs) if fusing else frozenset()
+    runner.run("constants", lambda: separate_constants(traced, num_fwd_outputs))
     work = copy_joint(traced)
-    saved = saved_storages(stock[0], num_fwd_outputs) if fusing else frozenset()
     take_saved_early(work, saved)
     seen = {} if replays else dict(situation.observed_bytes)
 
@@ -253,7 +269,7 @@ def plan_graph(
     workspace = max(costs.workspace_bytes, default=0)
     by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
-    stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+    stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
     if fusing:
         # The graphs say what is computed, not what a fusing compiler writes to memory: its model does.
@@ -315,6 +331,7 @@ def plan_graph(
             stock_boundary_bytes=stock_peak.boundary_bytes,
             problem=alone,
             step_seconds=runner.seconds,
+            layouts=layouts,
         )
 
     if _eases(facts, options, replay):
@@ -329,7 +346,7 @@ def plan_graph(
             alone = assemble(0) if between_bytes else problem
             workspace = max(costs.workspace_bytes, default=0)
             by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
-            stock_placement = baseline_placement(work, facts, problem, stock[0], num_fwd_outputs)
+            stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
     if situation.leave_room:
         problem = _saving_least(problem, assemble, budget - fixed)
 
@@ -392,6 +409,7 @@ def plan_graph(
         stock_boundary_bytes=stock_peak.boundary_bytes,
         problem=alone,
         step_seconds=runner.seconds,
+        layouts=layouts,
     )
 
 
@@ -538,9 +556,10 @@ def rewrite(
     num_fwd_outputs: int,
     codecs: Mapping[str, str] | None = None,
     graph_key: str = "",
+    layouts: Layouts = Layouts.TRACED,
 ) -> tuple[GraphModule, GraphModule]:
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
-    work = separate_constants(normalize(copy_joint(joint)), num_fwd_outputs)
+    work = separate_constants(to_channels_last(normalize(copy_joint(joint)), layouts), num_fwd_outputs)
     if is_eased(program):
         work = ease_backward(work, fusing=is_eased_for_fusion(program))
     named = codecs or {}

@@ -115,6 +115,23 @@ def inductor_generates(target: torch._ops.OpOverload) -> bool:
     return target in lowering.lowerings and target not in lowering.fallbacks
 
 
+def optimizes_layouts() -> bool:
+    """Whether Inductor may choose the layout of convolutions by itself, by the settings of this moment."""
+    return bool(torch._inductor.config.layout_optimization)
+
+
+def chooses_channels_last(forward: GraphModule) -> bool:
+    """Whether Inductor would run the 2-d convolutions of a forward graph channels-last on a GPU."""
+    graph: Any = importlib.import_module("torch._inductor.graph")
+    # On CPU it always would; a graph may be traced there for a GPU.
+    enabled = torch._C._get_mkldnn_enabled()
+    torch._C._set_mkldnn_enabled(False)
+    try:
+        return bool(graph.GraphLowering.decide_layout_opt(forward, is_inference=False))
+    finally:
+        torch._C._set_mkldnn_enabled(enabled)
+
+
 @contextlib.contextmanager
 def frugal_benchmarks() -> Iterator[None]:
     """Inductor tries kernels beside a buffer of the device's cache size, which no plan knows of: not in here."""

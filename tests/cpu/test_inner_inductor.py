@@ -48,8 +48,8 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Sch
     made: list[ScheduleCheck] = []
     original = inner_inductor._check_for
 
-    def keep(planned: Any, situation: Any) -> ScheduleCheck:
-        made.append(original(planned, situation))
+    def keep(planned: Any, situation: Any, **how: Any) -> ScheduleCheck:
+        made.append(original(planned, situation, **how))
         return made[-1]
 
     monkeypatch.setattr(inner_inductor, "_check_for", keep)

@@ -36,6 +36,7 @@ def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:
     expected = [
         "baseline",
         "normalize",
+        "channels_last",
         "constants",
         "facts",
         "cost",
