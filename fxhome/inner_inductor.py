@@ -28,6 +28,7 @@ from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, rewrite, with_lowering
+from fxhome.passes.recorded_layouts import keep_recorded_layouts
 from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
@@ -318,6 +319,7 @@ def _lower(
     **extra: Any,
 ) -> Callable[..., Any]:
     if planned is not None and not planned.is_baseline:
+        keep_recorded_layouts()
 
         def follow(
             joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None

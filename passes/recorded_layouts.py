@@ -1,0 +1,43 @@
+"""Have Inductor lay out what is moved or encoded as the planned graph says.
+
+    forward:  le (bool, channels-last by the graph)  -> swap_out      Inductor may write it in any layout it likes
+    backward: swap_in(host, size, stride of the graph)                and reads it back in the one that was recorded
+
+Inductor constrains the operands of operators that were traced; those that a pass inserts it leaves free. Here a layout
+that is still open is closed as recorded, and one that is fixed is left: a copy in another layout would be freed while
+it is still being moved.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from torch import fx
+
+from fxhome.runtime import codec_ops, ops
+
+_MOVERS = (ops.swap_out, codec_ops.encode_op, codec_ops.swap_out_encoded_op)
+
+
+def keep_recorded_layouts() -> None:
+    """Register it with Inductor; more than once does no harm."""
+    from torch._inductor.lowering import lowerings, make_fallback
+
+    for operator in _MOVERS:
+        if operator not in lowerings:
+            make_fallback(operator, warn=False)
+            lowerings[operator] = functools.partial(_close_layouts, lowerings[operator])
+
+
+def _close_layouts(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    from torch._inductor import ir
+    from torch._inductor.virtualized import V
+
+    for operand, recorded in zip(args, V.graph.current_node.args, strict=False):
+        if not isinstance(operand, ir.TensorBox) or not isinstance(recorded, fx.Node):
+            continue
+        operand.realize()
+        if ir.is_storage_and_layout(operand) and isinstance(operand.get_layout(), ir.FlexibleLayout):
+            strides = [int(step) for step in recorded.meta["val"].stride()]
+            ir.as_storage_and_layout(operand, freeze=True, want_contiguous=False, exact_strides=strides)
+    return call(*args, **kwargs)

@@ -1,0 +1,74 @@
+"""Inductor lays out what is moved as the graph records it, where it is free to choose."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+from torch._inductor import lowering
+from torch._inductor.compile_fx import compile_fx_inner
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from fxhome.passes.recorded_layouts import keep_recorded_layouts
+from fxhome.runtime import ops
+
+SHAPE = (2, 8, 8, 8)
+CHANNELS_LAST = (512, 1, 64, 8)
+
+
+class Seen(BaseException):
+    """Ends the lowering with the strides of what is moved."""
+
+
+class Recorder:
+    """A scheduler pass that stops at the moved buffer's layout."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        for node in nodes:
+            if getattr(node.node, "op_overload", None) is ops.swap_out:
+                raise Seen(tuple(int(step) for step in node.node.inputs[0].get_stride()))
+        raise AssertionError("nothing is moved")
+
+    def uuid(self) -> None:
+        """Never cached."""
+        return None
+
+
+def moved_mask(*, first_is_last: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A comparison of a contiguous and a channels-last image, moved: recorded in the layout of its first operand."""
+    graph = fx.Graph()
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
+        return node
+
+    with FakeTensorMode():
+        plain, last = graph.placeholder("plain"), graph.placeholder("last")
+        plain.meta["val"] = torch.empty(SHAPE)
+        last.meta["val"] = torch.empty(SHAPE).to(memory_format=torch.channels_last)
+        pair = (last, plain) if first_is_last else (plain, last)
+        mask = call(torch.ops.aten.le.Tensor, *pair)
+        graph.output((call(ops.swap_out_wait, call(ops.swap_out, mask), mask),))
+        return fx.GraphModule({}, graph), [plain.meta["val"], last.meta["val"]]
+
+
+def moved_strides(*, first_is_last: bool) -> tuple[int, ...]:
+    """The strides in which Inductor writes the mask."""
+    module, inputs = moved_mask(first_is_last=first_is_last)
+    patches = {"_post_fusion_custom_pass": Recorder(), "fx_graph_cache": False, "layout_optimization": False}
+    with torch._inductor.config.patch(patches), pytest.raises(Seen) as found:
+        compile_fx_inner(module, inputs)
+    strides: tuple[int, ...] = found.value.args[0]
+    return strides
+
+
+def test_an_open_layout_is_closed_as_recorded() -> None:
+    keep_recorded_layouts()
+    closed = lowering.lowerings[ops.swap_out]
+    keep_recorded_layouts()
+    assert lowering.lowerings[ops.swap_out] is closed
+    assert moved_strides(first_is_last=True) == CHANNELS_LAST
+    assert moved_strides(first_is_last=False) == (512, 64, 8, 1)
