@@ -11,7 +11,7 @@ from benchmarks.search_problems import GraphBuilder, chain, dense, residual, tra
 from fxhome.passes.search import search
 from fxhome.passes.search.bound import lower_bound
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, evaluate
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, VIRTUAL
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
 
 
 @st.composite
@@ -50,8 +50,22 @@ def small_problems(draw: st.DrawFn) -> Problem:
     for node, kind_code in kinds.items():
         kind_of[node] = kind_code
     workspace = np.array([draw(st.integers(0, 3)) * 5_000 for _ in range(g.node_phase.shape[0])], np.int64)
+    takers: list[list[int]] = [[] for _ in range(problem.num_storages)]
+    sizes = g.storage_bytes.copy()
+    for node in range(g.node_phase.shape[0]):
+        if g.root_storage[node] < 0 or kind_of[node] != OWNER:
+            continue
+        for read in g.read_node[g.read_start[node] : g.read_start[node + 1]].tolist():
+            operand = g.root_storage[read]
+            if operand >= 0 and draw(st.booleans()):
+                takers[operand].append(node)
+                # What is written over an operand is as large.
+                sizes[g.root_storage[node]] = sizes[operand]
     arrays = g._replace(
         node_kind=kind_of,
+        storage_bytes=sizes,
+        taker_start=np.cumsum([0, *map(len, takers)]).astype(np.int32),
+        taker_node=np.array([node for row in takers for node in row], np.int32),
         node_workspace=workspace,
         outside_bytes=np.array([draw(st.integers(0, 2)) * 1000, draw(st.integers(0, 2)) * 1000], np.int64),
     )
