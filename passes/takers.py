@@ -69,7 +69,7 @@ def find_takers(nodes: Sequence[fx.Node], kinds: Mapping[fx.Node, int]) -> dict[
         if node.op == "call_function" and (kinds[node] == OWNER or not node.users or _is_mutable(node)):
             for operand in read:
                 readers.setdefault(operand, []).append(node)
-        if kinds[node] == OWNER and is_pointwise(node):
+        if kinds[node] == OWNER and is_pointwise(node) and not _joins_a_product(node):
             candidates += [(operand, node) for operand in read - away if _same_memory(operand, node)]
         behind[node] = frozenset({node}) if in_memory else read
         moved[node] = frozenset() if in_memory else away
@@ -90,6 +90,13 @@ def _maker(operand: fx.Node) -> fx.Node:
     source = operand.args[0] if operand.target is operator.getitem else operand
     assert isinstance(source, fx.Node)
     return source
+
+
+def _joins_a_product(node: fx.Node) -> bool:
+    """Whether Inductor may make one library call (addmm) of a sum and the product that it adds."""
+    return operator_name(node) == "aten::add" and any(
+        operator_name(source) == "aten::mm" for source in node.all_input_nodes
+    )
 
 
 def _is_mutable(node: fx.Node) -> bool:
