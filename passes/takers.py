@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fxhome.passes.fusion import is_generated_loop, is_pointwise, operator_name
+from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, operator_name
 from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
 
 _ELSEWHERE = frozenset(
@@ -76,7 +76,7 @@ def find_takers(nodes: Sequence[fx.Node], kinds: Mapping[fx.Node, int]) -> dict[
     found: dict[fx.Node, list[fx.Node]] = {}
     for operand, taker in candidates:
         maker = _maker(operand)
-        if operator_name(maker) in _NEVER_TAKEN or _is_mutable(maker):
+        if operator_name(maker) in _NEVER_TAKEN or _is_mutable(maker) or not _is_read_as_written(taker, kinds, bit):
             continue
         # A loop that need not run before the taker may share its kernel, and so may the maker of the operand then.
         others = [r for r in readers[operand] if r is not taker and not earlier[taker] & bit[r]]
@@ -90,6 +90,29 @@ def _maker(operand: fx.Node) -> fx.Node:
     source = operand.args[0] if operand.target is operator.getitem else operand
     assert isinstance(source, fx.Node)
     return source
+
+
+def _is_read_as_written(taker: fx.Node, kinds: Mapping[fx.Node, int], bit: Mapping[fx.Node, int]) -> bool:
+    """Whether the loops that read `taker` read its result, not the operands that they would compute it from again.
+
+    Inductor lowers node by node and writes a result once a reader that calls a library asks for it, itself or through
+    views; loops lowered before compute it again, in the same kernel as a rule. bit: grows along the graph.
+    """
+    library: list[int] = []
+    loops: list[int] = []
+    stack = [taker]
+    while stack:
+        shown = stack.pop()
+        for user in shown.users:
+            if user not in kinds:
+                continue
+            if kinds[user] == ALIAS:
+                stack.append(user)
+            elif is_pointwise(user) or is_reduction(user):
+                loops.append(bit[user])
+            elif not is_generated_loop(user):
+                library.append(bit[shown])
+    return not loops or (bool(library) and min(library) < min(loops))
 
 
 def _joins_a_product(node: fx.Node) -> bool:

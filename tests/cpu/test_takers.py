@@ -76,6 +76,18 @@ def behind_a_reduction(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     return ((y - y.sum(1, keepdim=True)) * 2) @ w
 
 
+def computed_again_by_a_loop(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mask computes the sine from the product too, in the same kernel."""
+    y = torch.sin(x @ w)
+    return y > 0, y.cumsum(0)
+
+
+def written_before_a_loop(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The product asks for the sine first: the mask reads it."""
+    y = torch.sin(x @ w)
+    return y @ w, y > 0
+
+
 def inputs_only(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
     """What the caller holds is not written over."""
     return (x + w) @ w
@@ -90,6 +102,8 @@ CASES = [
     (other_type, {}),
     (beside_another_loop, {}),
     (behind_a_reduction, {"mm": ("mul",)}),
+    (computed_again_by_a_loop, {}),
+    (written_before_a_loop, {"mm": ("sin",)}),
     (inputs_only, {}),
 ]
 
