@@ -44,6 +44,9 @@ _NEVER_TAKEN = frozenset(
 )
 """Results that no kernel writes as a whole: parts of other buffers, and copies that are changed afterwards."""
 
+_ASK_EARLY = frozenset({"aten::mm", "aten::_int_mm", "aten::convolution", "aten::convolution_backward"})
+"""Calls whose operands are written as soon as they are lowered, before any other reader is."""
+
 
 def find_takers(nodes: Sequence[fx.Node], kinds: Mapping[fx.Node, int]) -> dict[fx.Node, tuple[fx.Node, ...]]:
     """Operand -> the nodes whose results may be written over it, in graph order. Operands without any are left out.
@@ -95,8 +98,8 @@ def _maker(operand: fx.Node) -> fx.Node:
 def _is_read_as_written(taker: fx.Node, kinds: Mapping[fx.Node, int], bit: Mapping[fx.Node, int]) -> bool:
     """Whether the loops that read `taker` read its result, not the operands that they would compute it from again.
 
-    Inductor lowers node by node and writes a result once a reader that calls a library asks for it, itself or through
-    views; loops lowered before compute it again, in the same kernel as a rule. bit: grows along the graph.
+    Inductor lowers node by node and writes a result once a reader that calls a library is lowered, or at once for some
+    of them; loops lowered before compute it again, in the same kernel as a rule. bit: grows along the graph.
     """
     library: list[int] = []
     loops: list[int] = []
@@ -111,7 +114,7 @@ def _is_read_as_written(taker: fx.Node, kinds: Mapping[fx.Node, int], bit: Mappi
             elif is_pointwise(user) or is_reduction(user):
                 loops.append(bit[user])
             elif not is_generated_loop(user):
-                library.append(bit[shown])
+                library.append(bit[shown if operator_name(user) in _ASK_EARLY else user])
     return not loops or (bool(library) and min(library) < min(loops))
 
 
