@@ -24,6 +24,7 @@ from fxhome.passes.capture import joint_outputs, mutated_input
 from fxhome.passes.classify import checkpoint_policy, forward_required, recompute_refusal, split_sides
 from fxhome.passes.fusion import virtual_nodes
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
+from fxhome.passes.takers import find_takers
 
 CUDA_ROUNDING_BYTES = 512
 
@@ -66,6 +67,8 @@ class GraphFacts:
     forward_outputs: tuple[int, ...]
     backward_outputs: tuple[int, ...]
     tangent_storages: tuple[int, ...]
+    takers: tuple[tuple[int, ...], ...]
+    """Per storage, the nodes whose results a fusing compiler may write over it; all empty where nothing fuses."""
     input_bytes: int
     """Distinct bytes of the graph's inputs on the device: parameters, buffers, batch."""
     gradient_bytes: int
@@ -211,11 +214,13 @@ def extract_facts(
         else:
             kinds[i] = ALIAS
 
+    taken_by: dict[fx.Node, tuple[fx.Node, ...]] = {}
     if fusing:
         results = {index[node] for node in outputs if node is not None}
         for node in virtual_nodes(nodes, {node for i, node in enumerate(nodes) if kinds[i] != OWNER}, kept):
             if index[node] not in results and kinds[index[node]] == OWNER:
                 kinds[index[node]] = VIRTUAL
+        taken_by = find_takers(nodes, {node: kinds[i] for i, node in enumerate(nodes)})
     phase = [
         INPUT if sides[n] in ("input", "tangent") else FORWARD if sides[n] == "forward" else BACKWARD for n in nodes
     ]
@@ -287,6 +292,7 @@ def extract_facts(
         forward_outputs=tuple(forward_outputs),
         backward_outputs=tuple(backward_outputs),
         tangent_storages=tuple(tangents),
+        takers=tuple(_taker_ids(nodes, index, phase, s["root"], owns, storages, taken_by) for s in storages),
         input_bytes=input_bytes,
         gradient_bytes=gradient_bytes,
         device_type=device_type,
@@ -294,6 +300,22 @@ def extract_facts(
         fingerprint=graph_fingerprint(module, num_fwd_outputs),
         group=_layer_groups(nodes, index, storages, result),
     )
+
+
+def _taker_ids(
+    nodes: list[fx.Node],
+    index: dict[fx.Node, int],
+    phase: list[int],
+    root: int,
+    owns: list[list[int]],
+    storages: list[dict[str, Any]],
+    taken_by: dict[fx.Node, tuple[fx.Node, ...]],
+) -> tuple[int, ...]:
+    """Nodes that allocate what the storage of `root` frees: inputs are the caller's and are never written over."""
+    if root < 0 or phase[root] == INPUT:
+        return ()
+    found = (index[taker] for taker in taken_by.get(nodes[root], ()))
+    return tuple(i for i in found if len(owns[i]) == 1 and storages[owns[i][0]]["size"] > 0)
 
 
 def _readable_by_backward(nodes: list[fx.Node], index: dict[fx.Node, int], phase: list[int]) -> list[bool]:

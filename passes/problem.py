@@ -87,6 +87,7 @@ def build_problem(
             root_storage[root] = storage
     read_start, read_node = _csr(facts.reads)
     own_start, own_storage = _csr(facts.owns)
+    taker_start, taker_node = _csr(facts.takers)
     sizes = np.array([s.size_bytes for s in facts.storages], np.int64)
     arrays = SimArrays(
         node_phase=np.array(facts.node_phase, np.int8),
@@ -120,6 +121,8 @@ def build_problem(
         backward_output=np.array(facts.backward_outputs, np.int32),
         tangent_storage=np.array(facts.tangent_storages, np.int32),
         outside_bytes=np.array([outside_bytes, between_bytes], np.int64),
+        taker_start=taker_start,
+        taker_node=taker_node,
     )
     on_device = set(allow) - {"swap"}
     rows = [

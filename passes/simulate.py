@@ -96,9 +96,10 @@ class Problem:
 
     @classmethod
     def load(cls, path: str | Path) -> "Problem":
-        """Read what `save` wrote."""
+        """Read what `save` wrote; what a file of an earlier version does not tell has the default of `SimArrays`."""
         with np.load(path) as data:
-            arrays = SimArrays(**{name: data[name] for name in SimArrays._fields})
+            told = [name for name in SimArrays._fields if name in data]
+            arrays = SimArrays(**{name: data[name] for name in told})
             codecs = tuple((str(compress), str(swap)) for compress, swap in data["codecs"])
             return cls(arrays, Link(*(float(x) for x in data["link"])), data["allowed"], data["group"], codecs)
 

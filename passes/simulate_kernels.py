@@ -63,6 +63,9 @@ class SimArrays(NamedTuple):
     tangent_storage: Int32
     # [held by no graph during the whole backward, needed only between the forward and the backward]
     outside_bytes: Int64 = np.zeros(2, np.int64)
+    # CSR by storage, empty where there is none at all: nodes whose result may be written over the storage
+    taker_start: Int32 = np.empty(0, np.int32)
+    taker_node: Int32 = np.empty(0, np.int32)
 
 
 class Link(NamedTuple):
@@ -280,6 +283,15 @@ def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):
 
 
 @njit(cache=True)
+def _takes(g, s, node):  # type: ignore[no-untyped-def]
+    """Whether the result of `node` may be written over storage s."""
+    for i in range(g.taker_start[s], g.taker_start[s + 1]):
+        if g.taker_node[i] == node:
+            return True
+    return False
+
+
+@njit(cache=True)
 def liveness(  # type: ignore[no-untyped-def]
     g,
     placement,
@@ -298,8 +310,9 @@ def liveness(  # type: ignore[no-untyped-def]
     """Fill `curve[p]` = bytes alive at instruction p, less what transfers add, and the use positions of what is moved.
 
     One pass from the end: when a definition is reached, every later reader of that instance has been seen. Views and
-    virtual (fused, never materialised) nodes pass their last use on to what they read. `held[s]` becomes 1 for each
-    storage alive at position `watch` (-1: none is asked about).
+    virtual (fused, never materialised) nodes pass their last use on to what they read. What its last reader is written
+    over (the operand made last; nothing that is saved, which the other graph knows) ends one instruction earlier.
+    `held[s]` becomes 1 for each storage alive at position `watch` (-1: none is asked about).
     """
     n = g.node_phase.shape[0]
     storages = g.storage_bytes.shape[0]
@@ -322,6 +335,8 @@ def liveness(  # type: ignore[no-untyped-def]
     read_start = g.read_start
     read_node = g.read_node
     backward_alias = g.backward_alias
+    takes = g.taker_start.shape[0] > 0
+    written_over = np.zeros(total, np.uint8)
     for i in range(g.backward_output.shape[0]):
         last[g.backward_output[i]] = end
     in_backward = True
@@ -387,6 +402,10 @@ def liveness(  # type: ignore[no-untyped-def]
                 until = stop if storage_root[s] == node else item_last[s]
                 item_last[s] = -1
                 until = max(until, p)
+                if takes and p < until < total and saved[s] == 0 and (p < forward) == (until < forward):
+                    if written_over[until] == 0 and _takes(g, s, program[until]):
+                        written_over[until] = 1
+                        until -= 1
                 delta[p] += storage_bytes[s]
                 delta[until + 1] -= storage_bytes[s]
                 if p <= watch <= until:

@@ -113,6 +113,7 @@ def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw
     read_start, read_node = csr(draft.reads)
     own_start, own_storage = csr(draft.owns)
     zeros = np.zeros(storages)
+    taker_start, taker_node = csr(_takers(draft, draw))
     arrays = SimArrays(
         node_phase=np.array(draft.phase, np.int8),
         node_kind=np.array(draft.kind, np.int8),
@@ -139,6 +140,8 @@ def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw
         backward_output=np.array(gradients, np.int32),
         tangent_storage=np.array([tangent], np.int32),
         outside_bytes=np.array([draw(st.integers(0, 9)), draw(st.integers(0, 9))], np.int64),
+        taker_start=taker_start,
+        taker_node=taker_node,
     )
     allowed = np.zeros((storages, PLACEMENTS), bool)
     allowed[:, KEEP] = True
@@ -154,6 +157,20 @@ def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw
         draw(st.sampled_from([1.0, 1.06])),
     )
     return Problem(arrays, link, allowed, np.full(storages, -1, np.int32), (("", ""),) * storages)
+
+
+def _takers(draft: Draft, draw: st.DrawFn) -> list[list[int]]:
+    """Per storage, some of the operators with one result that read it, directly or through views."""
+    found: list[list[int]] = [[] for _ in draft.sizes]
+    for node, owned in enumerate(draft.owns):
+        if draft.phase[node] == INPUT or len(owned) != 1 or draft.root[owned[0]] != node:
+            continue
+        for source in draft.reads[node]:
+            while draft.kind[source] == ALIAS:
+                source = draft.reads[source][0]
+            if source in draft.root and draft.phase[source] != INPUT and draw(st.booleans()):
+                found[draft.root.index(source)].append(node)
+    return found
 
 
 @st.composite
@@ -230,7 +247,24 @@ class Model:
                 current[node] = list(current.get(self.sources(node)[0], []))
         for gradient in g.backward_output.tolist():
             use(gradient, self.total)
-        return [(s, begin, end) for s, begin, end in spans]
+        return self.written_over(spans)
+
+    def written_over(self, spans: list[list[int]]) -> list[tuple[int, int, int]]:
+        """The same spans, less the last position of those that their last reader is written over: the latest made
+        operand of each, and nothing that both graphs know.
+        """
+        g, program = self.g, self.result.program.tolist()
+        taken: set[int] = set()
+        found = []
+        for s, begin, end in sorted(spans, key=lambda span: (-span[1], span[0])):
+            takers = g.taker_node[g.taker_start[s] : g.taker_start[s + 1]].tolist()
+            here = begin < end < self.total and program[end] in takers and end not in taken
+            if here and not self.result.saved[s] and not (begin < self.end <= end):
+                taken.add(end)
+                found.append((s, begin, end - 1))
+            else:
+                found.append((s, begin, end))
+        return found
 
     def curve(self) -> list[int]:
         """Bytes alive at each position, the end of the step last."""

@@ -5,7 +5,8 @@ forward node v: again_v, "run at least once more in the backward". An anchor is 
 contains; off is the part of a swapped storage that is off the device there. Every placement's program satisfies:
 
   demand   saved_s + again_root(s) >= again_v for each node v that reads s (again = 1 for a node of the backward)
-  memory   at an anchor: what is certainly alive + kept + encoded bytes + (swapped - off) bytes <= budget
+  memory   at an anchor: what is certainly alive + kept + encoded bytes + (swapped - off) bytes <= budget, and the
+           largest operand that the anchor may be written over on top
   copies   a storage off at an anchor was copied out before it began and is copied in after it ended; one copy per
            direction runs at a time and none faster than the link alone, so for every cut in production order
              start(anchor) >= end of the first producer in the cut + their outs
@@ -38,7 +39,7 @@ from scipy import sparse
 from fxhome.passes.search.flow import Flow, needed_behind, read_at
 from fxhome.passes.search.linear_program import LinearProgram, Part
 from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
-from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP
+from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP, SimArrays
 from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, OWNER, VIRTUAL
 
 MIB = float(1 << 20)
@@ -128,6 +129,7 @@ class _Builder:
         self.output = flow.is_output[st]
         outputs = flow.is_output
         self.output_bytes = float(g.storage_bytes[outputs].sum())
+        self.taken_bytes = _taken_bytes(g)
         self.demand = self._edges()
 
     def _edges(self) -> tuple[Int64, Int64, Int64, Bool]:
@@ -274,7 +276,9 @@ class _Builder:
             (off[held], self.leaving_bytes[held] / MIB),
             (self.encoded[held], -kept_encoded[held] / MIB),
         ]
-        lp.add_one(memory, (fixed - self.budget) / MIB)
+        # The instruction itself may be written over one of its operands.
+        taken = 0.0 if anchor == BOUNDARY else float(self.taken_bytes[anchor])
+        lp.add_one(memory, (fixed - taken - self.budget) / MIB)
         lp.add_one(parts, compute_before)
         if leaving.shape[0]:
             self._copies(anchor, start, off, leaving, compute_at)
@@ -358,6 +362,14 @@ def relax_problem(
     rebuilt = [build.anchor(v, start, seen) for v, start, seen in zip(places, starts, late, strict=True)]
     build.totals(places, starts, rebuilt)
     return build.finish()
+
+
+def _taken_bytes(g: SimArrays) -> Int64:
+    """Per node, the bytes of the largest storage that its result may be written over."""
+    taken = np.zeros(g.node_phase.shape[0], np.int64)
+    if g.taker_start.shape[0]:
+        np.maximum.at(taken, g.taker_node, np.repeat(g.storage_bytes, np.diff(g.taker_start)))
+    return taken
 
 
 def _tiny(s: Structure, budget: int) -> Bool:

@@ -150,3 +150,17 @@ def test_a_problem_is_the_same_after_saving_and_loading(tmp_path: Path) -> None:
     for code in CODES:
         placement = placed(problem, code)
         assert evaluate(loaded, placement, 40_000) == evaluate(problem, placement, 40_000)
+
+
+def test_a_file_that_tells_of_no_takers_has_none(tmp_path: Path) -> None:
+    _, problem = problem_of(*normalized(chain, *chain_inputs()))
+    problem.save(tmp_path / "new.npz")
+    with np.load(tmp_path / "new.npz") as data:
+        np.savez(tmp_path / "old.npz", **{name: data[name] for name in data if not name.startswith("taker")})
+        np.savez(tmp_path / "broken.npz", **{name: data[name] for name in data if name != "storage_bytes"})
+    loaded = Problem.load(tmp_path / "old.npz")
+    assert loaded.arrays.taker_start.shape == (0,)
+    kept = problem.keep_all()
+    assert evaluate(loaded, kept, EVERYTHING) == evaluate(problem, kept, EVERYTHING)
+    with pytest.raises(TypeError, match="storage_bytes"):
+        Problem.load(tmp_path / "broken.npz")
