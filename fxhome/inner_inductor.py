@@ -84,7 +84,9 @@ def compile_inductor(
                 format_bytes(found.reserved_bytes),
                 format_bytes(found.reserved_bytes - found.planned.plan.budget_bytes),
             )
-            more = found.situation.lowering_bytes + found.over_bytes
+            # How blocks fall has little to do with how much there is: another plan may do much better or worse.
+            step = min(found.over_bytes, int(found.planned.plan.budget_bytes * RESERVED_SHARE))
+            more = found.situation.lowering_bytes + step
             situation = with_lowering(found.situation, more, found.planned.plan.budget_bytes)
         except _NothingCloserError:
             break
