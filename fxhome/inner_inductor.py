@@ -18,18 +18,24 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
-import torch
-from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
 from fxhome.errors import InfeasibleBudgetError
-from fxhome.lowered_store import Lowered, recall, remember
+from fxhome.inductor_graphs import (
+    RESERVED_SHARE,
+    DecidedError,
+    PlanStep,
+    checked_peak,
+    lower,
+    lower_and_check,
+    patches_of,
+    plan_only,
+    reserved_limit,
+    resident_peak,
+)
 from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScatteredError, ScheduleCheck
-from fxhome.passes.insert_codecs import codecs_of
-from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, rewrite, with_lowering
-from fxhome.passes.recorded_layouts import keep_recorded_layouts
-from fxhome.passes.torch_compat import copy_dynamo_module
+from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, with_lowering
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
 
@@ -38,13 +44,6 @@ log = logging.getLogger("fxhome")
 MAX_REPLANS = 2
 MAX_CLOSER = 3
 """Plans that are lowered, at most, to find one whose blocks lie close enough."""
-RESERVED_SHARE = 0.02
-RESERVED_SLACK_BYTES = 64 << 20
-"""What the allocator may take above the budget: this share of it, or this much. Where it is short of memory, it gives
-back what it holds and maps it elsewhere, and the step waits.
-"""
-
-PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
 
 
 class _ScatteredPlanError(BaseException):
@@ -57,15 +56,11 @@ class _ScatteredPlanError(BaseException):
     @property
     def over_bytes(self) -> int:
         """How much closer the blocks must lie."""
-        return self.reserved_bytes - _reserved_limit(self.planned.plan.budget_bytes)
+        return self.reserved_bytes - reserved_limit(self.planned.plan.budget_bytes)
 
 
 class _NothingCloserError(BaseException):
     """No faster plan than the smallest fits with the margin that closer blocks need."""
-
-
-class _DecidedError(BaseException):
-    """Ends the planning trace. Not an Exception: nothing on the way may swallow it."""
 
 
 def compile_inductor(
@@ -91,7 +86,7 @@ def compile_inductor(
         except _NothingCloserError:
             break
     assert best is not None, "the first plan is returned, refused or found scattered"
-    call, predicted = _lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
+    call, predicted = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
     note = f"the allocator is expected to take {format_bytes(best.reserved_bytes)} for it: blocks leave holes"
     plan = replace(best.planned.checked(predicted), notes=(*best.planned.plan.notes, note))
     best.planned.plan = plan
@@ -110,7 +105,7 @@ def _hold_budget(
         if situation.smallest and fallback:
             raise _NothingCloserError
         try:
-            planned = _plan_only(gm, example_inputs, plan_step, situation)
+            planned = plan_only(gm, example_inputs, plan_step, situation)
         except InfeasibleBudgetError as refusal:
             if fallback:
                 raise _NothingCloserError from None
@@ -118,14 +113,14 @@ def _hold_budget(
                 raise _with_lowered_minimum(refusal, gm, example_inputs, plan_step, situation) from None
             # With the margin that an earlier lowering asked for nothing fits by the model: only the smallest is left.
             situation = _for_the_smallest(first, situation)
-            planned = _plan_only(gm, example_inputs, plan_step, situation)
+            planned = plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
-            return Variant(_lower(gm, example_inputs, None, None, {}), situation, None, None)
+            return Variant(lower(gm, example_inputs, None, None, {}), situation, None, None)
         call: Callable[..., Any] | None
         try:
-            call, predicted = _lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
+            call, predicted = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
         except OverLimitError as found:
-            call, predicted = None, _resident_peak(planned, situation, found)
+            call, predicted = None, resident_peak(planned, situation, found)
         except ScatteredError as found:
             raise _ScatteredPlanError(planned, situation, found.reserved_bytes + planned.plan.resident_bytes) from None
         if planned.is_baseline and planned.plan.asked.endswith("%"):
@@ -189,7 +184,7 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
     """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way; nothing is compiled."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    planned = _plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True))
+    planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True))
     assert planned is not None, "what was refused has a backward"
     check = ScheduleCheck(
         planned.plan.program, planned.workspace_by_node, 0, 0, stops_over_limit=False, only_measures=True
@@ -199,13 +194,13 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         with contextlib.suppress(MeasuredError):
             compile_fx_inner(graph, inputs, **settings)
         if check.backward is not None:
-            raise _DecidedError
+            raise DecidedError
         return _never_run
 
-    patches = _patches(planned) | {"fx_graph_cache": False}
-    with contextlib.suppress(_DecidedError):
-        _lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
-    predicted = _checked_peak(planned, check, situation)
+    patches = patches_of(planned) | {"fx_graph_cache": False}
+    with contextlib.suppress(DecidedError):
+        lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
+    predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
     return predicted + situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
 
@@ -215,189 +210,3 @@ def _never_run(_: list[Any]) -> Any:
 
 
 _never_run._boxed_call = True  # type: ignore[attr-defined]
-
-
-def _lower_and_check(
-    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation, *, closely: bool = True
-) -> tuple[Callable[..., Any], int]:
-    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
-    anew. closely: blocks that would not lie close enough raise ScatteredError.
-    """
-    fingerprint = planned.plan.fingerprint()
-    check = _check_for(planned, situation, closely=closely)
-    known = recall(fingerprint, planned.is_baseline)
-    limit = check.reserved_limit_bytes
-    if known is not None and known.reserved_bytes is not None and limit is not None and known.reserved_bytes > limit:
-        raise ScatteredError(known.reserved_bytes)
-    try:
-        call = _lower(gm, example_inputs, planned, check, _patches(planned))
-    except ScatteredError:
-        _remember(planned, check, situation)
-        raise
-    predicted = _checked_peak(planned, check, situation)
-    if predicted is None:
-        if known is not None:
-            return call, planned.plan.resident_bytes + known.above_resident_bytes
-        with torch._inductor.config.patch(fx_graph_cache=False):
-            call = _lower(gm, example_inputs, planned, check, _patches(planned))
-        predicted = _checked_peak(planned, check, situation)
-        assert predicted is not None, "without a cache the scheduler runs"
-    _remember(planned, check, situation)
-    log.debug(
-        "model peak %d; lowered forward: %s; backward: %s",
-        planned.plan.predicted_peak_bytes,
-        check.forward,
-        check.backward,
-    )
-    return call, predicted
-
-
-def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> None:
-    predicted = _checked_peak(planned, check, situation)
-    assert predicted is not None, "both graphs were seen"
-    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes)
-    remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
-
-
-def _reserved_limit(budget_bytes: int) -> int:
-    return budget_bytes + max(RESERVED_SLACK_BYTES, int(budget_bytes * RESERVED_SHARE))
-
-
-def _check_for(planned: Planned, situation: Situation, *, closely: bool) -> ScheduleCheck:
-    if planned.is_baseline or planned.is_best_effort:
-        return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
-    room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
-    behind = _behind_bytes(planned, situation)
-    # Only CUDA's allocator keeps what is freed.
-    closely = closely and planned.facts.planned_for == "cuda"
-    reserved = _reserved_limit(planned.plan.budget_bytes) - planned.plan.resident_bytes - situation.error_bound_bytes
-    return ScheduleCheck(
-        planned.plan.program,
-        planned.workspace_by_node,
-        room,
-        room - behind,
-        reserved_limit_bytes=reserved if closely else None,
-    )
-
-
-def _behind_bytes(planned: Planned, situation: Situation) -> int:
-    """What the caller and others hold while the backward runs."""
-    return planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
-
-
-def _resident_peak(planned: Planned, situation: Situation, found: OverLimitError) -> int:
-    """The peak of the step as far as the graph that was over its limit tells."""
-    behind = _behind_bytes(planned, situation) if found.is_backward else 0
-    return planned.plan.resident_bytes + found.peak.peak_bytes + behind
-
-
-def _plan_only(
-    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
-) -> Planned | None:
-    found: list[Planned] = []
-
-    def decide(
-        joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None
-    ) -> tuple[GraphModule, GraphModule]:
-        found.append(plan_step(joint, inputs, num_fwd_outputs, situation, static))
-        raise _DecidedError
-
-    def never(*_: Any, **__: Any) -> Any:
-        raise _DecidedError
-
-    with contextlib.suppress(_DecidedError):
-        _compile_fx(
-            gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never
-        )
-    return found[0] if found else None
-
-
-def _lower(
-    gm: GraphModule,
-    example_inputs: Sequence[Any],
-    planned: Planned | None,
-    check: ScheduleCheck | None,
-    patches: dict[str, Any],
-    **extra: Any,
-) -> Callable[..., Any]:
-    if planned is not None and not planned.is_baseline:
-        keep_recorded_layouts()
-
-        def follow(
-            joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None
-        ) -> tuple[GraphModule, GraphModule]:
-            return rewrite(
-                joint,
-                planned.plan.program,
-                num_fwd_outputs,
-                codecs_of(planned.plan),
-                planned.plan.graph_fingerprint,
-                planned.layouts,
-            )
-
-        patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
-    if check is not None:
-        patches = patches | {"_post_fusion_custom_pass": check}
-    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then
-    # forbid
-    # backward(retain_graph=True).
-    planned_here = planned is not None and not planned.is_baseline
-    with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
-        with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():
-            return _compile_fx(gm, example_inputs, patches, **extra)
-
-
-def _compile_fx(
-    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any
-) -> Callable[..., Any]:
-    from torch._inductor.compile_fx import compile_fx
-
-    # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
-    own = copy_dynamo_module(gm)
-    with torch._functorch.config.patch(enable_autograd_cache=False):
-        compiled: Any = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
-    result: Callable[..., Any] = compiled
-    return result
-
-
-def _patches(planned: Planned) -> dict[str, Any]:
-    if planned.is_baseline:
-        return {}
-    moves = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in planned.plan.program)
-    # Inductor may order compute for its own peak, but copies stand where the plan wants them.
-    pinned = {"reorder_for_peak_memory": False} if moves else {}
-    # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
-    # serves as well.
-    # Nor does a plan know of convolutions in another layout than its graph's: of their copies and their workspace. What
-    # Inductor would choose is in that graph already (passes/channels_last.py).
-    return pinned | {"allow_buffer_reuse": False, "layout_optimization": False}
-
-
-class _Partitioner(CustomPartitionerFn):
-    """Hands the joint graph to `function`; in Inductor's cache keys it stands for the plan."""
-
-    def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]], identity: str) -> None:
-        self.function = function
-        self.identity = identity
-
-    def __call__(
-        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
-    ) -> tuple[GraphModule, GraphModule]:
-        return self.function(gm, joint_inputs, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
-
-    def uuid(self) -> str:
-        return self.identity
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return str, (self.identity,)
-
-
-def _checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) -> int | None:
-    """Peak of both lowered graphs over what is resident; None where a warm cache skipped the scheduler."""
-    if check.forward is None or check.backward is None:
-        return None
-    resident = planned.plan.resident_bytes
-    forward = check.forward.peak_bytes
-    backward = check.backward.peak_bytes + _behind_bytes(planned, situation)
-    between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
-    return resident + max(forward, backward, between)

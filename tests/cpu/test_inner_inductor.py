@@ -16,7 +16,7 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import fxhome
-from fxhome import inner_inductor, ledger
+from fxhome import inductor_graphs, ledger
 from fxhome.backend import fxhome as backend
 from fxhome.passes.inductor_check import ScheduleCheck
 
@@ -46,13 +46,13 @@ def checks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[Sch
     """Every check made, with Inductor's caches off, so that the scheduler always runs."""
     monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path))
     made: list[ScheduleCheck] = []
-    original = inner_inductor._check_for
+    original = inductor_graphs.check_for
 
     def keep(planned: Any, situation: Any, **how: Any) -> ScheduleCheck:
         made.append(original(planned, situation, **how))
         return made[-1]
 
-    monkeypatch.setattr(inner_inductor, "_check_for", keep)
+    monkeypatch.setattr(inductor_graphs, "check_for", keep)
     torch._dynamo.reset()
     with torch._inductor.config.patch(fx_graph_cache=False):
         yield made

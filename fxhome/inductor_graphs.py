@@ -1,0 +1,228 @@
+"""One Dynamo graph through Inductor: traced up to its plan, or lowered with the plan and held to its limits.
+
+plan_only          trace up to the partition, hand the joint graph to the planner, lower nothing
+lower              the planned graphs, their transfers pinned; stock settings for a baseline
+lower_and_check    the same, with the peak that the scheduler's buffers give, from a store where a cache hit skips it
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._inductor.custom_graph_pass import CustomPartitionerFn
+from torch.fx.graph_module import GraphModule
+
+from fxhome.lowered_store import Lowered, recall, remember
+from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
+from fxhome.passes.insert_codecs import codecs_of
+from fxhome.passes.pipeline import Planned, Situation, rewrite
+from fxhome.passes.recorded_layouts import keep_recorded_layouts
+from fxhome.passes.torch_compat import copy_dynamo_module
+
+log = logging.getLogger("fxhome")
+
+RESERVED_SHARE = 0.02
+RESERVED_SLACK_BYTES = 64 << 20
+"""What the allocator may take above the budget: this share of it, or this much. Where it is short of memory, it gives
+back what it holds and maps it elsewhere, and the step waits.
+"""
+PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
+
+
+class DecidedError(BaseException):
+    """Ends the planning trace. Not an Exception: nothing on the way may swallow it."""
+
+
+def plan_only(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation
+) -> Planned | None:
+    """The plan of a graph, made by `plan_step` where its joint graph is partitioned; None without a backward."""
+    found: list[Planned] = []
+
+    def decide(
+        joint: GraphModule, inputs: object, num_fwd_outputs: int, static: list[int] | None
+    ) -> tuple[GraphModule, GraphModule]:
+        found.append(plan_step(joint, inputs, num_fwd_outputs, situation, static))
+        raise DecidedError
+
+    def never(*_: Any, **__: Any) -> Any:
+        raise DecidedError
+
+    with contextlib.suppress(DecidedError):
+        _compile_fx(
+            gm, example_inputs, {"custom_partitioner_fn": _Partitioner(decide, "planning")}, inner_compile=never
+        )
+    return found[0] if found else None
+
+
+def lower(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    planned: Planned | None,
+    check: ScheduleCheck | None,
+    patches: dict[str, Any],
+    **extra: Any,
+) -> Callable[..., Any]:
+    """Compile a graph with Inductor: as planned, or as it is where the plan is the baseline's."""
+    if planned is not None and not planned.is_baseline:
+        keep_recorded_layouts()
+
+        def follow(
+            joint: GraphModule, _: object, num_fwd_outputs: int, __: list[int] | None
+        ) -> tuple[GraphModule, GraphModule]:
+            return rewrite(
+                joint,
+                planned.plan.program,
+                num_fwd_outputs,
+                codecs_of(planned.plan),
+                planned.plan.graph_fingerprint,
+                planned.layouts,
+            )
+
+        patches = patches | {"custom_partitioner_fn": _Partitioner(follow, planned.plan.fingerprint())}
+    if check is not None:
+        patches = patches | {"_post_fusion_custom_pass": check}
+    # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then
+    # forbid
+    # backward(retain_graph=True).
+    planned_here = planned is not None and not planned.is_baseline
+    with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
+        with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():
+            return _compile_fx(gm, example_inputs, patches, **extra)
+
+
+def _compile_fx(
+    gm: GraphModule, example_inputs: Sequence[Any], patches: dict[str, Any], **extra: Any
+) -> Callable[..., Any]:
+    from torch._inductor.compile_fx import compile_fx
+
+    # compile_fx owns what it is given and may change it; a later plan starts from the same graph again.
+    own = copy_dynamo_module(gm)
+    with torch._functorch.config.patch(enable_autograd_cache=False):
+        compiled: Any = compile_fx(own, list(example_inputs), config_patches=patches, **extra)
+    result: Callable[..., Any] = compiled
+    return result
+
+
+def patches_of(planned: Planned) -> dict[str, Any]:
+    """Inductor's settings under which a plan is true; none for a baseline."""
+    if planned.is_baseline:
+        return {}
+    moves = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in planned.plan.program)
+    # Inductor may order compute for its own peak, but copies stand where the plan wants them.
+    pinned = {"reorder_for_peak_memory": False} if moves else {}
+    # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
+    # serves as well.
+    # Nor does a plan know of convolutions in another layout than its graph's: of their copies and their workspace. What
+    # Inductor would choose is in that graph already (passes/channels_last.py).
+    return pinned | {"allow_buffer_reuse": False, "layout_optimization": False}
+
+
+class _Partitioner(CustomPartitionerFn):
+    """Hands the joint graph to `function`; in Inductor's cache keys it stands for the plan."""
+
+    def __init__(self, function: Callable[..., tuple[GraphModule, GraphModule]], identity: str) -> None:
+        self.function = function
+        self.identity = identity
+
+    def __call__(
+        self, gm: GraphModule, joint_inputs: Sequence[object], **kwargs: Any
+    ) -> tuple[GraphModule, GraphModule]:
+        return self.function(gm, joint_inputs, kwargs["num_fwd_outputs"], kwargs.get("static_lifetime_input_indices"))
+
+    def uuid(self) -> str:
+        return self.identity
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return str, (self.identity,)
+
+
+def lower_and_check(
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation, *, closely: bool = True
+) -> tuple[Callable[..., Any], int]:
+    """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
+    anew. closely: blocks that would not lie close enough raise ScatteredError.
+    """
+    fingerprint = planned.plan.fingerprint()
+    check = check_for(planned, situation, closely=closely)
+    known = recall(fingerprint, planned.is_baseline)
+    limit = check.reserved_limit_bytes
+    if known is not None and known.reserved_bytes is not None and limit is not None and known.reserved_bytes > limit:
+        raise ScatteredError(known.reserved_bytes)
+    try:
+        call = lower(gm, example_inputs, planned, check, patches_of(planned))
+    except ScatteredError:
+        _remember(planned, check, situation)
+        raise
+    predicted = checked_peak(planned, check, situation)
+    if predicted is None:
+        if known is not None:
+            return call, planned.plan.resident_bytes + known.above_resident_bytes
+        with torch._inductor.config.patch(fx_graph_cache=False):
+            call = lower(gm, example_inputs, planned, check, patches_of(planned))
+        predicted = checked_peak(planned, check, situation)
+        assert predicted is not None, "without a cache the scheduler runs"
+    _remember(planned, check, situation)
+    log.debug(
+        "model peak %d; lowered forward: %s; backward: %s",
+        planned.plan.predicted_peak_bytes,
+        check.forward,
+        check.backward,
+    )
+    return call, predicted
+
+
+def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> None:
+    predicted = checked_peak(planned, check, situation)
+    assert predicted is not None, "both graphs were seen"
+    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes)
+    remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
+
+
+def reserved_limit(budget_bytes: int) -> int:
+    """What the allocator may take for a budget, in bytes."""
+    return budget_bytes + max(RESERVED_SLACK_BYTES, int(budget_bytes * RESERVED_SHARE))
+
+
+def check_for(planned: Planned, situation: Situation, *, closely: bool) -> ScheduleCheck:
+    """The scheduler pass that holds a plan to its budget; `closely`: to what the allocator may take as well."""
+    if planned.is_baseline or planned.is_best_effort:
+        return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
+    room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
+    behind = behind_bytes(planned, situation)
+    # Only CUDA's allocator keeps what is freed.
+    closely = closely and planned.facts.planned_for == "cuda"
+    reserved = reserved_limit(planned.plan.budget_bytes) - planned.plan.resident_bytes - situation.error_bound_bytes
+    return ScheduleCheck(
+        planned.plan.program,
+        planned.workspace_by_node,
+        room,
+        room - behind,
+        reserved_limit_bytes=reserved if closely else None,
+    )
+
+
+def behind_bytes(planned: Planned, situation: Situation) -> int:
+    """What the caller and others hold while the backward runs."""
+    return planned.output_bytes + planned.tangent_bytes + situation.outside_bytes
+
+
+def resident_peak(planned: Planned, situation: Situation, found: OverLimitError) -> int:
+    """The peak of the step as far as the graph that was over its limit tells."""
+    behind = behind_bytes(planned, situation) if found.is_backward else 0
+    return planned.plan.resident_bytes + found.peak.peak_bytes + behind
+
+
+def checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) -> int | None:
+    """Peak of both lowered graphs over what is resident; None where a warm cache skipped the scheduler."""
+    if check.forward is None or check.backward is None:
+        return None
+    resident = planned.plan.resident_bytes
+    forward = check.forward.peak_bytes
+    backward = check.backward.peak_bytes + behind_bytes(planned, situation)
+    between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
+    return resident + max(forward, backward, between)
