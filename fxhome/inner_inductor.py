@@ -75,7 +75,7 @@ def compile_inductor(
             best = found if best is None or found.reserved_bytes < best.reserved_bytes else best
             log.warning(
                 "fxhome: the blocks of this plan would take %s of the allocator, %s over the budget: "
-                "planning again with that margin",
+                "looking for one that lies closer",
                 format_bytes(found.reserved_bytes),
                 format_bytes(found.reserved_bytes - found.planned.plan.budget_bytes),
             )

@@ -1,0 +1,99 @@
+"""Where the blocks of a plan would lie too far apart, others are tried, and the best one is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from fxhome import inner_inductor
+from fxhome.inductor_graphs import reserved_limit
+from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
+from fxhome.lowered_store import Lowered, recall, remember
+from fxhome.passes.pipeline import Planned, Situation
+
+BUDGET = 10 << 30
+
+
+@dataclass(frozen=True)
+class StandInPlan:
+    """What the loop reads of a plan."""
+
+    budget_bytes: int = BUDGET
+    notes: tuple[str, ...] = ()
+
+
+def planned(number: int) -> Planned:
+    """A stand-in for the plan of one attempt."""
+    found = SimpleNamespace(number=number, plan=StandInPlan())
+    found.checked = lambda predicted: found.plan
+    return cast(Planned, found)
+
+
+def run(monkeypatch: pytest.MonkeyPatch, reserved: Sequence[int | None]) -> tuple[Any, list[int], list[int]]:
+    """Compile with attempts that reserve so much (None: nothing closer); (result, margins asked for, plans lowered)."""
+    margins: list[int] = []
+    lowered: list[int] = []
+
+    def attempt(_: Any, __: Any, ___: Any, situation: Situation, *, fallback: bool) -> Any:
+        number = len(margins)
+        margins.append(situation.lowering_bytes)
+        assert fallback == (number > 0)
+        if reserved[number] is None:
+            raise inner_inductor._NothingCloserError
+        if reserved[number] <= reserved_limit(BUDGET):  # type: ignore[operator]
+            return SimpleNamespace(planned=planned(number), plan=StandInPlan())
+        raise inner_inductor._ScatteredPlanError(planned(number), situation, cast(int, reserved[number]))
+
+    def lower(_: Any, __: Any, chosen: Any, *___: Any, closely: bool) -> Any:
+        assert not closely
+        lowered.append(chosen.number)
+        return (lambda: None), BUDGET
+
+    monkeypatch.setattr(inner_inductor, "_hold_budget", attempt)
+    monkeypatch.setattr(inner_inductor, "lower_and_check", lower)
+    return compile_inductor(cast(Any, None), [], cast(Any, None), Situation(None)), margins, lowered
+
+
+def test_a_plan_that_lies_close_is_taken_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, margins, lowered = run(monkeypatch, [BUDGET])
+    assert margins == [0]
+    assert not lowered
+
+
+def test_another_plan_is_made_with_a_margin(monkeypatch: pytest.MonkeyPatch) -> None:
+    over = reserved_limit(BUDGET) + (5 << 20)
+    result, margins, lowered = run(monkeypatch, [over, BUDGET])
+    assert margins == [0, 5 << 20]
+    assert not lowered
+    assert not result.plan.notes
+
+
+def test_steps_are_small_however_far_apart_blocks_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, margins, _ = run(monkeypatch, [2 * BUDGET, BUDGET])
+    assert margins == [0, BUDGET // 50]
+
+
+def test_the_closest_of_all_is_lowered_and_says_what_the_allocator_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = [BUDGET + (n << 30) for n in (2, 1, 3)]
+    assert len(sizes) == MAX_CLOSER
+    result, _, lowered = run(monkeypatch, sizes)
+    assert lowered == [1]
+    assert "11.00 GiB" in result.plan.notes[-1]
+
+
+def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, _, lowered = run(monkeypatch, [2 * BUDGET, None])
+    assert lowered == [0]
+
+
+def test_what_the_allocator_will_take_is_remembered() -> None:
+    seen = Lowered(1 << 20, 3 << 20)
+    remember("a plan", False, seen)
+    assert recall("a plan", False) == seen
+    assert recall("a plan", True) is None
+    remember("a plan", False, replace(seen, reserved_bytes=None))
+    assert recall("a plan", False) == Lowered(1 << 20, None)
