@@ -5,8 +5,8 @@
 Each row is a process of its own (see pretend_gpu.py). Peaks are those of the scheduler's buffers, as the check before
 the first step takes them. The lowered step is the sum of its kernels (measured operators; bytes over bandwidth for
 generated ones) with its copies replayed on two queues; the ratio is to torch.compile's own graphs taken the same way.
-Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json); the two
-gradients of a convolution were timed together and count one half each.
+Operator times and the device's profile are those measured on an H200 (benchmarks/profiles/h200_*.json); of a gradient
+of a convolution that was timed only together with the other one, half the time is taken.
 """
 
 from __future__ import annotations
@@ -115,6 +115,7 @@ def measure(name: str, budget: str) -> Row:
     cost_model._measure_missing = _known_times
     recorder = Recorder(profile)
     row = Row(name, budget)
+    tried: list[tuple[pipeline.Planned, int]] = []
     options = Options.from_mapping({"memory_budget": budget, "inner": "inductor"})
 
     def plan_step(joint: Any, inputs: object, outputs: int, situation: Any, static: list[int] | None) -> Any:
@@ -129,19 +130,22 @@ def measure(name: str, budget: str) -> Row:
             inner="inductor",
             static_lifetime_input_indices=static,
         )
-        row.tries += 1
-        row.budget_bytes, row.model_bytes = planned.plan.budget_bytes, planned.plan.predicted_peak_bytes
-        row.model_ms = 1e3 * planned.plan.predicted_step_seconds
+        tried.append((planned, planned.plan.predicted_peak_bytes))
         return planned
 
     def compile_graph(gm: Any, inputs: Sequence[Any]) -> Any:
         situation = pipeline.Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes)
         try:
             variant = inner_inductor.compile_inductor(gm, inputs, plan_step, situation)
-            row.lowered_bytes = variant.planned.plan.predicted_peak_bytes
+            # Of all that were tried, the one that was taken; once checked its peak is the lowered one.
+            (row.model_bytes,) = [size for one, size in tried if one is variant.planned]
+            plan = variant.planned.plan
+            row.budget_bytes, row.lowered_bytes = plan.budget_bytes, plan.predicted_peak_bytes
+            row.model_ms = 1e3 * plan.predicted_step_seconds
             row.lowered_ms, row.stalls_ms = replay([recorder.graphs[False], recorder.graphs[True]], profile)
         except InfeasibleBudgetError as refusal:
             row.refused = f"at least {refusal.minimum_bytes / 1e9:.2f} GB"
+        row.tries = len(tried)
         raise _DoneError
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
