@@ -34,7 +34,13 @@ from fxhome.inductor_graphs import (
     resident_peak,
 )
 from fxhome.managed_graph import Variant
-from fxhome.passes.inductor_check import MeasuredError, OverLimitError, ScatteredError, ScheduleCheck
+from fxhome.passes.inductor_check import (
+    LayoutError,
+    MeasuredError,
+    OverLimitError,
+    ScatteredError,
+    ScheduleCheck,
+)
 from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, with_lowering
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
@@ -121,6 +127,12 @@ def _hold_budget(
             call, predicted = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
         except OverLimitError as found:
             call, predicted = None, resident_peak(planned, situation, found)
+        except LayoutError as found:
+            log.info("fxhome: Inductor fixes the layout of %s: not moved", ", ".join(sorted(found.names)))
+            fixed = tuple(sorted({*first.fixed_layouts, *found.names}))
+            assert fixed != first.fixed_layouts, "what is not moved is not checked"
+            again = replace(first, fixed_layouts=fixed, settled_bytes=planned.plan.budget_bytes)
+            return _hold_budget(gm, example_inputs, plan_step, again, fallback=fallback)
         except ScatteredError as found:
             raise _ScatteredPlanError(planned, situation, found.reserved_bytes + planned.plan.resident_bytes) from None
         if planned.is_baseline and planned.plan.asked.endswith("%"):

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import in_place, lowered_buffers, unfuse
+from fxhome.passes import in_place, lowered_buffers, recorded_layouts, unfuse
 from fxhome.passes.allocator import Allocation, reserved_bytes
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.partition import INSTRUCTION
@@ -57,6 +57,14 @@ class ScatteredError(BaseException):
         self.reserved_bytes = reserved_bytes
 
 
+class LayoutError(BaseException):
+    """Ends a lowering in which what is moved or encoded lies otherwise than the graph says, and cannot be told to."""
+
+    def __init__(self, names: frozenset[str]) -> None:
+        super().__init__(names)
+        self.names = names
+
+
 class MeasuredError(BaseException):
     """Ends a lowering that was only to be measured."""
 
@@ -97,6 +105,8 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         """Reorder (if there is anything to move) and measure."""
         from torch._inductor.virtualized import V
 
+        if self.has_transfers and not self.only_measures and (names := laid_out_otherwise(nodes)):
+            raise LayoutError(names)
         buffers = LoweredBuffers(nodes, self.workspace)
         limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
@@ -144,6 +154,24 @@ def transfer_of(node: Any) -> Any:
     """The transfer operator that a scheduler node runs, or None."""
     found = [operator for operator in _operators(node) if operator in _RANKS]
     return found[0] if found else None
+
+
+def laid_out_otherwise(nodes: Sequence[Any]) -> frozenset[str]:
+    """Tensors that are moved or encoded in other strides than the graph recorded, in which they would come back."""
+    found = set()
+    for node in nodes:
+        for inner in node.get_nodes():
+            if getattr(inner.node, "op_overload", None) not in recorded_layouts.MOVERS:
+                continue
+            operand = inner.node.inputs[0]
+            for origin in inner.node.get_origins():
+                if origin.target not in recorded_layouts.MOVERS:
+                    continue
+                recorded = origin.args[0].meta["val"].stride()
+                lies = zip(operand.get_size(), operand.get_stride(), recorded, strict=True)
+                if any(int(extent) > 1 and int(real) != int(said) for extent, real, said in lies):
+                    found.add(str(origin.meta["fxhome_source"]))
+    return frozenset(found)
 
 
 def _label(node: Any) -> str:

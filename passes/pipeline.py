@@ -32,7 +32,7 @@ from fxhome.passes.baseline import (
 )
 from fxhome.passes.capture import normalize
 from fxhome.passes.channels_last import Layouts, convolution_layouts, is_converted, to_channels_last
-from fxhome.passes.codec_choice import StorageCodecs, choose_codecs
+from fxhome.passes.codec_choice import NO_CODEC, StorageCodecs, choose_codecs
 from fxhome.passes.constants import separate_constants
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
@@ -84,6 +84,8 @@ class Situation:
     """
     leave_room: bool = False
     """More graphs of the same step follow whose needs are not known yet: take as little as possible."""
+    fixed_layouts: tuple[str, ...] = ()
+    """Storages that the compiler lays out otherwise than the graph records: neither moved nor encoded."""
     smallest: bool = False
     """Do not search: the smallest plan that is known, whatever it costs and whether or not it fits."""
     settled_bytes: int | None = None
@@ -255,10 +257,13 @@ def plan_graph(
             costs,
             link_of(profile),
             options.allow,
-            codecs=codecs,
+            codecs=[
+                NO_CODEC if storage.name in situation.fixed_layouts else offer
+                for storage, offer in zip(facts.storages, codecs, strict=True)
+            ],
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
-            off_host=off_host,
+            off_host={*off_host, *situation.fixed_layouts},
         )
 
     # The backward's tangents are not there yet in between.

@@ -16,14 +16,15 @@ from torch import fx
 
 from fxhome.runtime import codec_ops, ops
 
-_MOVERS = (ops.swap_out, codec_ops.encode_op, codec_ops.swap_out_encoded_op)
+MOVERS = (ops.swap_out, codec_ops.encode_op, codec_ops.swap_out_encoded_op)
+"""Operators whose operand comes back in the recorded geometry."""
 
 
 def keep_recorded_layouts() -> None:
     """Register it with Inductor; more than once does no harm."""
     from torch._inductor.lowering import lowerings, make_fallback
 
-    for operator in _MOVERS:
+    for operator in MOVERS:
         if operator not in lowerings:
             make_fallback(operator, warn=False)
             lowerings[operator] = functools.partial(_close_layouts, lowerings[operator])

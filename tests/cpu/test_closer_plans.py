@@ -13,6 +13,7 @@ from fxhome import inner_inductor
 from fxhome.inductor_graphs import reserved_limit
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
+from fxhome.passes.inductor_check import LayoutError
 from fxhome.passes.pipeline import Planned, Situation
 
 BUDGET = 10 << 30
@@ -97,3 +98,26 @@ def test_what_the_allocator_will_take_is_remembered() -> None:
     assert recall("a plan", True) is None
     remember("a plan", False, replace(seen, reserved_bytes=None))
     assert recall("a plan", False) == Lowered(1 << 20, None)
+
+
+def test_what_inductor_lays_out_otherwise_is_planned_without_being_moved(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[str, ...]] = []
+
+    def plan(_: Any, __: Any, ___: Any, situation: Situation) -> Any:
+        asked.append(situation.fixed_layouts)
+        found = SimpleNamespace(plan=StandInPlan(), is_baseline=False, is_best_effort=False)
+        found.plan = SimpleNamespace(budget_bytes=BUDGET, predicted_peak_bytes=BUDGET)
+        found.checked = lambda predicted: found.plan
+        return found
+
+    def lower(_: Any, __: Any, ___: Any, situation: Situation, *, closely: bool) -> Any:
+        missing = [name for name in ("mask", "offsets") if name not in situation.fixed_layouts]
+        if missing:
+            raise LayoutError(frozenset(missing[:1]))
+        return (lambda: None), BUDGET
+
+    monkeypatch.setattr(inner_inductor, "plan_only", plan)
+    monkeypatch.setattr(inner_inductor, "lower_and_check", lower)
+    variant = compile_inductor(cast(Any, None), [], cast(Any, None), Situation(None))
+    assert asked == [(), ("mask",), ("mask", "offsets")]
+    assert variant.situation.fixed_layouts == ("mask", "offsets")

@@ -17,7 +17,7 @@ from tests.graph_tools import chain, chain_inputs, joint_graph
 from tests.hazard_tools import in_bytes
 
 
-def planned(budget: Any, *, resident: int | None = None, **options: Any) -> Planned:
+def planned(budget: Any, *, resident: int | None = None, fixed: tuple[str, ...] = (), **options: Any) -> Planned:
     module, outputs = joint_graph(chain, *chain_inputs())
     return plan_graph(
         module,
@@ -25,10 +25,24 @@ def planned(budget: Any, *, resident: int | None = None, **options: Any) -> Plan
         outputs,
         options=Options.from_mapping({"memory_budget": budget, "max_evaluations": 300, "verify": True, **options}),
         profile=cached_profile("cpu"),
-        situation=Situation(resident_bytes=resident, free_bytes=1 << 30),
+        situation=Situation(resident_bytes=resident, free_bytes=1 << 30, fixed_layouts=fixed),
         measure=True,
         inner="aot_eager",
     )
+
+
+def test_what_the_compiler_lays_out_otherwise_is_not_moved() -> None:
+    def moved(plan: Any) -> set[str]:
+        return {item.target for item in plan.program if item.kind == "swap_out"}
+
+    free = moved(planned("70%", allow=["swap"]).plan)
+    assert free
+    (first, *_) = sorted(free)
+    try:
+        held = moved(planned("70%", allow=["swap"], fixed=(first,)).plan)
+    except InfeasibleBudgetError:
+        held = set()
+    assert first not in held
 
 
 def test_every_step_is_named_timed_and_dumped(tmp_path: Path) -> None:

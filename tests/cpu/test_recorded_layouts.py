@@ -11,6 +11,7 @@ from torch._inductor import lowering
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from fxhome.passes.inductor_check import laid_out_otherwise
 from fxhome.passes.recorded_layouts import keep_recorded_layouts
 from fxhome.runtime import ops
 
@@ -53,6 +54,31 @@ def moved_mask(*, first_is_last: bool) -> tuple[fx.GraphModule, list[torch.Tenso
         mask = call(torch.ops.aten.le.Tensor, *pair)
         graph.output((call(ops.swap_out_wait, call(ops.swap_out, mask), mask),))
         return fx.GraphModule({}, graph), [plain.meta["val"], last.meta["val"]]
+
+
+class Checked(Recorder):
+    """Stops with what the check finds, the mask's recorded strides being `recorded`."""
+
+    def __init__(self, recorded: tuple[int, ...]) -> None:
+        self.recorded = recorded
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        for node in nodes:
+            if getattr(node.node, "op_overload", None) is ops.swap_out:
+                (origin,) = [one for one in node.node.get_origins() if one.target is ops.swap_out]
+                origin.meta["fxhome_source"] = "mask"
+                origin.args[0].meta["val"] = torch.empty_strided(SHAPE, self.recorded, device="meta")
+        raise Seen(laid_out_otherwise(nodes))
+
+
+@pytest.mark.parametrize(("recorded", "expected"), [(CHANNELS_LAST, set()), ((512, 64, 8, 1), {"mask"})])
+def test_what_lies_otherwise_is_named(recorded: tuple[int, ...], expected: set[str]) -> None:
+    keep_recorded_layouts()
+    module, inputs = moved_mask(first_is_last=True)
+    patches = {"_post_fusion_custom_pass": Checked(recorded), "fx_graph_cache": False, "layout_optimization": False}
+    with torch._inductor.config.patch(patches), pytest.raises(Seen) as found:
+        compile_fx_inner(module, inputs)
+    assert found.value.args[0] == expected
 
 
 def moved_strides(*, first_is_last: bool) -> tuple[int, ...]:
