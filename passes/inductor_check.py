@@ -137,9 +137,8 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Its source and its limits: what else differs between plans is in the graphs already."""
-        return custom_graph_pass.get_hash_for_files(
-            (__file__, lowered_buffers.__file__, in_place.__file__, unfuse.__file__), str(self.limits)
-        )
+        sources = (__file__, lowered_buffers.__file__, in_place.__file__, recorded_layouts.__file__, unfuse.__file__)
+        return custom_graph_pass.get_hash_for_files(sources, str(self.limits))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a pickled cache key it stands for its source and limits."""
