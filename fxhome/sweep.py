@@ -20,11 +20,7 @@ from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
 from fxhome.offline import inner_of, plan_joint
 from fxhome.options import Options
-from fxhome.passes.baseline import copy_joint
-from fxhome.passes.capture import normalize
-from fxhome.passes.channels_last import to_channels_last
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.op_class import storage_classes
 from fxhome.passes.plan_builder import placement_codes
 from fxhome.passes.search import SearchResult, minimum_peak, sweep
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, SWAP, Problem, simulate
@@ -107,7 +103,7 @@ def sweep_offline(
                 seed=options.seed,
                 max_evaluations=options.max_evaluations,
                 search_seconds=options.search_seconds,
-                storage_class=storage_classes(to_channels_last(normalize(copy_joint(joint)), planned.layouts), facts),
+                storage_class=planned.storage_class,
                 seeds=(placement_codes(plan, facts, problem),),
                 progress=lambda *_: advance(1),
             )

@@ -121,6 +121,8 @@ class Planned:
     """What the baseline would save for the backward."""
     problem: Problem | None = None
     """The graph's own problem, with nothing asked for between its forward and its backward."""
+    storage_class: tuple[str, ...] = ()
+    """The class of the operator behind each storage of `facts`."""
     layouts: Layouts = Layouts.TRACED
     """What was done to the convolutions of the graph before it was planned: `rewrite` does it again."""
 
@@ -336,6 +338,7 @@ def plan_graph(
             stock_boundary_bytes=stock_peak.boundary_bytes,
             problem=alone,
             step_seconds=runner.seconds,
+            storage_class=tuple(storage_classes(work, facts)),
             layouts=layouts,
         )
 
@@ -414,6 +417,7 @@ def plan_graph(
         stock_boundary_bytes=stock_peak.boundary_bytes,
         problem=alone,
         step_seconds=runner.seconds,
+        storage_class=tuple(classes),
         layouts=layouts,
     )
 

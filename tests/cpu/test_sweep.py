@@ -22,6 +22,7 @@ from fxhome.budget import parse_budget
 from fxhome.device import cached_profile
 from fxhome.errors import OptionError
 from fxhome.options import Options
+from fxhome.passes import pipeline
 from fxhome.sweep import Sweep, SweepPoint, sweep_offline
 from fxhome.sweep_report import draw_sweep, drawing, front, render_sweep
 
@@ -59,6 +60,35 @@ def test_by_default_every_tenth_down_to_the_smallest_budget() -> None:
     assert all(larger <= smaller for larger, smaller in itertools.pairwise(steps))
     peaks = [x for x, _ in front(found)]
     assert peaks == sorted(peaks)
+
+
+class Doubling(nn.Module):
+    """The gradient of each product with a constant reads it: such a graph gets nodes before it is planned."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for factor in (2.0, 3.0, 5.0, 7.0):
+            x = torch.tanh(x * torch.full((), factor, device=x.device))
+        return x
+
+
+def test_a_graph_that_is_changed_before_it_is_planned_is_swept_as_it_is_planned(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[tuple[int, int]] = []
+    classes_of = pipeline.storage_classes
+
+    def counted(module: Any, facts: Any) -> list[str]:
+        seen.append((sum(node.op != "output" for node in module.graph.nodes), len(facts.node_names)))
+        return classes_of(module, facts)
+
+    monkeypatch.setattr(pipeline, "storage_classes", counted)
+    options = Options(max_evaluations=200)
+    with torch.device("meta"):
+        step = nn.Sequential(nn.Linear(64, 64), Doubling(), nn.Linear(64, 64))
+    found = sweep_offline(step, (torch.empty(2048, 64, device="meta"),), options, cached_profile("cpu"))
+    assert found.points
+    assert seen
+    assert all(nodes == known for nodes, known in seen)
 
 
 def test_a_point_is_the_plan_for_its_budget() -> None:
