@@ -2,7 +2,7 @@
 
 plan_only          trace up to the partition, hand the joint graph to the planner, lower nothing
 lower              the planned graphs, their transfers pinned; stock settings for a baseline
-lower_and_check    the same, with the peak that the scheduler's buffers give, from a store where a cache hit skips it
+lower_and_check    the same, with the peak by the scheduler's buffers, from a store where a cache hit skips them
 """
 
 from __future__ import annotations
@@ -87,8 +87,7 @@ def lower(
     if check is not None:
         patches = patches | {"_post_fusion_custom_pass": check}
     # Lowering the backward now is what lets its peak be checked before anything runs; a donated buffer would then
-    # forbid
-    # backward(retain_graph=True).
+    # forbid backward(retain_graph=True).
     planned_here = planned is not None and not planned.is_baseline
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
         with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():

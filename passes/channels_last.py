@@ -22,8 +22,9 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes import torch_compat
-from fxhome.passes.capture import fake_mode_of
+from fxhome.passes.capture import fake_mode_of, last_result
 from fxhome.passes.fusion import is_generated_loop, is_pointwise, operator_name
+from fxhome.passes.insert_nodes import inherited_meta
 
 NAME_SUFFIX = "_channels_last"
 TRACED_SUFFIX = "_as_traced"
@@ -39,7 +40,6 @@ _STRIDES_MATTER = frozenset(
     {"aten::as_strided", "aten::as_strided_scatter", "aten::view_as_complex", "aten::view_as_real", "aten::set_"}
 )
 _RESHAPES = frozenset({"aten::view", "aten::_unsafe_view", "aten::reshape"})
-_NOT_INHERITED = ("val", "tensor_meta", "fxhome_clone_of")
 
 
 class Layouts(enum.Enum):
@@ -295,8 +295,7 @@ class _Rewriter:
             self._read(again, self._as_traced)
             # The parts of a list stand right behind it.
             (again.all_input_nodes[0] if node.target is operator.getitem else _behind(node)).append(again)
-            again.meta = {key: value for key, value in node.meta.items() if key not in _NOT_INHERITED}
-            again.meta |= {"val": value, LAYOUT: True}
+            again.meta = inherited_meta(node) | {"val": value, LAYOUT: True}
             self.operands[again] = (node.args, node.kwargs)
             self._infer(again)
             self._name(again, node.name + TRACED_SUFFIX)
@@ -333,7 +332,7 @@ class _Rewriter:
         inserting = self.graph.inserting_before(place) if before else self.graph.inserting_after(_behind(place))
         with inserting:
             node = self.graph.call_function(target, args, kwargs)
-        node.meta = {key: value for key, value in (like or place).meta.items() if key not in _NOT_INHERITED}
+        node.meta = inherited_meta(like or place)
         if before:
             # What the user said of recomputing the reader says nothing of its operand.
             node.meta.pop("recompute", None)
@@ -383,11 +382,8 @@ def _is_view(node: fx.Node) -> bool:
 
 def _behind(node: fx.Node) -> fx.Node:
     """The last of the getitems that stand right behind a node, or behind the node whose result it is."""
-    last = node
-    if isinstance(node.meta.get("val"), tuple | list) or node.target is operator.getitem:
-        while last.next.target is operator.getitem:
-            last = last.next
-    return last
+    has_parts = isinstance(node.meta.get("val"), tuple | list) or node.target is operator.getitem
+    return last_result(node) if has_parts else node
 
 
 def _stride(value: Any) -> tuple[int, ...]:

@@ -23,6 +23,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome.passes.capture import is_tangent, last_result
 from fxhome.passes.facts import storage_key, storage_nbytes
 from fxhome.passes.fusion import is_pointwise
+from fxhome.passes.insert_nodes import inherited_meta
 from fxhome.passes.split_convolution import SUFFIX, split_convolutions
 from fxhome.placement import Instruction
 
@@ -68,7 +69,7 @@ def _read_shapes(graph: fx.Graph, min_bytes: int) -> None:
         with graph.inserting_before(node):
             shape = graph.call_function(torch.ops.aten.full.default, (size, 0), how)
         shape.name = graph._graph_namespace.create_name(node.name + SHAPE_SUFFIX, None)
-        shape.meta = {key: kept for key, kept in node.meta.items() if key != "tensor_meta"}
+        shape.meta = inherited_meta(node)
         with value.fake_mode:
             shape.meta["val"] = torch.ops.aten.full.default(size, 0, **how)
         node.replace_input_with(source, shape)

@@ -101,7 +101,7 @@ _WINDOW_LOOPS = frozenset({"aten::max_pool2d_with_indices_backward", "aten::upsa
 """Loops over windows: their inputs may be computed inside them, and they inside a pointwise reader."""
 _INLINING_LOOPS = _WINDOW_LOOPS | {"aten::cat"}
 """Loops whose inputs may be computed inside them. What only a concatenation reads is written into its result."""
-_CLONING_LOOPS = frozenset(
+CLONING_LOOPS = frozenset(
     {
         "aten::scatter",
         "aten::scatter_add",
@@ -147,7 +147,7 @@ def _inlines(reader: fx.Node, source: fx.Node) -> bool:
     """Whether the kernel of `reader` can compute `source` where it needs it."""
     if is_pointwise(reader) or is_reduction(reader) or operator_name(reader) in _INLINING_LOOPS:
         return True
-    return operator_name(reader) in _CLONING_LOOPS and reader.args[0] is source and source not in reader.args[1:]
+    return operator_name(reader) in CLONING_LOOPS and reader.args[0] is source and source not in reader.args[1:]
 
 
 def virtual_nodes(

@@ -21,6 +21,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.passes.capture import last_result
 from fxhome.passes.facts import storage_key, storage_nbytes
+from fxhome.passes.insert_nodes import inherited_meta
 from fxhome.passes.torch_compat import convolution_library
 
 SUFFIX = "_input_gradient"
@@ -134,17 +135,13 @@ def _split(node: fx.Node) -> None:
     with graph.inserting_after(last_result(node)):
         gradient = graph.call_function(_CONVOLUTION, arguments(args[0], args[2]))
     gradient.name = graph._graph_namespace.create_name(name, None)
-    gradient.meta = _without(node.meta, "tensor_meta")
+    gradient.meta = inherited_meta(node)
     gradient.meta |= {key: items[0].meta[key] for key in ("val", "tensor_meta") if key in items[0].meta}
     items[0].replace_all_uses_with(gradient)
     graph.erase_node(items[0])
     node.args = (*args[:10], [False, *args[10][1:]])
-    node.meta = _without(node.meta, "tensor_meta") | {"val": (None, *node.meta["val"][1:])}
+    node.meta = inherited_meta(node) | {"val": (None, *node.meta["val"][1:])}
 
 
 def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list | tuple) else value
-
-
-def _without(meta: dict[str, Any], key: str) -> dict[str, Any]:
-    return {name: value for name, value in meta.items() if name != key}

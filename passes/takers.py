@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import fx
 
-from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, operator_name
+from fxhome.passes.fusion import CLONING_LOOPS, is_generated_loop, is_pointwise, is_reduction, operator_name
 from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER, VIRTUAL
 
 _ELSEWHERE = frozenset(
@@ -29,19 +29,7 @@ _ELSEWHERE = frozenset(
     }
 )
 """Pointwise loops that read an operand at another place than they write."""
-_NEVER_TAKEN = frozenset(
-    {
-        "aten::cat",
-        "aten::empty",
-        "aten::empty_like",
-        "aten::scatter",
-        "aten::scatter_add",
-        "aten::scatter_reduce",
-        "aten::index_put",
-        "aten::_unsafe_index_put",
-        "aten::index_add",
-    }
-)
+_NEVER_TAKEN = CLONING_LOOPS | {"aten::cat", "aten::empty", "aten::empty_like"}
 """Results that no kernel writes as a whole: parts of other buffers, and copies that are changed afterwards."""
 
 _ASK_EARLY = frozenset({"aten::mm", "aten::_int_mm", "aten::convolution", "aten::convolution_backward"})

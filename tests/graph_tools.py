@@ -100,3 +100,23 @@ def chain(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 def chain_inputs(rows: int = 64, width: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs of `chain`; activations have rows * width * 4 bytes."""
     return torch.randn(rows, width), torch.randn(width, width, requires_grad=True)
+
+
+def written_code(function: Callable[..., Any], *inputs: torch.Tensor, scheduler_pass: Any, inplace: bool) -> str:
+    """The code that Inductor writes for `function`, with a pass over its scheduler nodes and no reuse of buffers.
+
+    inplace: whether results may be written over operands.
+    """
+    from torch._inductor.utils import run_and_get_code
+
+    patches = {
+        "_post_fusion_custom_pass": scheduler_pass,
+        "allow_buffer_reuse": False,
+        "inplace_buffers": inplace,
+        "fx_graph_cache": False,
+        "cpp_wrapper": False,
+    }
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(patches), torch.no_grad():
+        _, codes = run_and_get_code(torch.compile(function, backend="inductor"), *inputs)
+    return "\n".join(codes)

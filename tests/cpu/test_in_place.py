@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 
 from fxhome.passes.lowered_buffers import LoweredBuffers
+from tests.graph_tools import written_code
 
 N = 64
 
@@ -39,17 +39,8 @@ def lowered(
 ) -> tuple[set[tuple[str, str]], set[tuple[str, str]], int]:
     """((result, operand) pairs found, pairs in the written code, peak bytes)."""
     recorder = Recorder()
-    patches = {
-        "_post_fusion_custom_pass": recorder,
-        "allow_buffer_reuse": False,
-        "inplace_buffers": inplace,
-        "fx_graph_cache": False,
-        "cpp_wrapper": False,
-    }
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(patches), torch.no_grad():
-        _, codes = run_and_get_code(torch.compile(function, backend="inductor"), *inputs)
-    written = re.findall(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*# reuse", "\n".join(codes))
+    code = written_code(function, *inputs, scheduler_pass=recorder, inplace=inplace)
+    written = re.findall(r"(buf\d+) = (?:reinterpret_tensor\()?(buf\d+)\b.*# reuse", code)
     return recorder.pairs, set(written), recorder.peak_bytes
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
+from tests.graph_tools import written_code
 
 N = 64
 
@@ -36,17 +36,8 @@ class Recorder:
 def lowered(function: Callable[..., Any], *inputs: torch.Tensor) -> tuple[set[str], set[str], LoweredPeak]:
     """(buffers counted, buffers that the written code allocates, counted peak)."""
     recorder = Recorder()
-    patches = {
-        "_post_fusion_custom_pass": recorder,
-        "allow_buffer_reuse": False,
-        "inplace_buffers": False,
-        "fx_graph_cache": False,
-        "cpp_wrapper": False,
-    }
-    torch._dynamo.reset()
-    with torch._inductor.config.patch(patches), torch.no_grad():
-        _, codes = run_and_get_code(torch.compile(function, backend="inductor"), *inputs)
-    written = set(re.findall(r"^\s*(buf\d+) = empty_strided", "\n".join(codes), re.MULTILINE))
+    code = written_code(function, *inputs, scheduler_pass=recorder, inplace=False)
+    written = set(re.findall(r"^\s*(buf\d+) = empty_strided", code, re.MULTILINE))
     return recorder.made, written, recorder.peak
 
 
