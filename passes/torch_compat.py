@@ -13,6 +13,12 @@ from torch.fx.graph import _BoxedCodeGen
 from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
+NOT_PADDED = "dislike_padding"
+"""A node's meta under which Inductor does not widen the rows of its result to aligned ones. What is moved or encoded
+comes back in the recorded strides; what the backward still holds when its copy ends is a result of the forward, and of
+those Inductor pads the rows before anything else may say how they lie.
+"""
+
 
 def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
     """What AOTAutograd says of each flat output of a joint graph (None where it says nothing)."""
