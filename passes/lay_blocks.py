@@ -1,0 +1,311 @@
+"""Send every block of a step to its place in the caching allocator, by plugging what it would otherwise take.
+
+    a step (allocations and frees, each statement behind a hook) + what is mapped and in use at its start
+        ->  for each hook, what to take before its statement, so that the whole step needs no more than is mapped
+
+An allocation takes the hole that fits best. Whatever fits better than the planned one is taken just before, and given
+back just behind; a spacer at the low end of a hole moves the allocation up. What is allocated where no hook stands goes
+where best fit puts it. The result is what the model of the allocator (best_fit.py) really does, plugs included: where
+a block cannot be sent to its place, the rest is packed again around the place that it gets.
+"""
+
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
+from fxhome.passes.best_fit import ENDLESS, Heap
+from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, most_alive, pack
+
+MAX_AGAIN = 40
+"""How often the rest of a step is packed again, at most."""
+AGAIN_ROUNDS = 4
+MAX_EXTENTS = 8
+EXTENT_SHARE = 0.004
+"""How much more is mapped where a step does not fit into what its packing needs."""
+PACKED_LIVES = 30_000
+"""Lives that are placed for one packing, in all of its rounds."""
+
+Used = Mapping[Hashable, tuple[int, int]]
+Ranges = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Block `block` of `size_bytes` (a multiple of 512 above SMALL_BYTES) is allocated; freed where that is zero."""
+
+    block: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Statement:
+    """What happens from one hook to the next. hook: None where nothing can be plugged."""
+
+    hook: int | None
+    events: tuple[Event, ...]
+
+
+@dataclass(frozen=True)
+class Plugs:
+    """Raw allocations before a statement, in order, with the addresses that they must get.
+
+    takes: (size in bytes, address). stand_ins: which of them are given back before the statement runs, for it takes
+    their place; the others go back behind it.
+    """
+
+    takes: tuple[tuple[int, int], ...]
+    stand_ins: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Laid:
+    """A step whose blocks fit into `ranges`. end: (address, size) of what is in use at its end, by the names at the
+    start of the next step.
+    """
+
+    ranges: Ranges
+    plugs: Mapping[int, Plugs]
+    addresses: Mapping[int, int]
+    end: Used
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the allocator has reserved for blocks of this pool."""
+        return sum(end - start for start, end in self.ranges)
+
+
+class NoRoomError(Exception):
+    """A step does not fit into what is mapped. missing_bytes: how much more is worth a try."""
+
+    def __init__(self, missing_bytes: int) -> None:
+        super().__init__(f"{missing_bytes} bytes more")
+        self.missing_bytes = missing_bytes
+
+
+@dataclass(frozen=True)
+class Extent:
+    """One block to take and give back, so that a step finds room: its size, where it must lie, what is mapped then."""
+
+    size_bytes: int
+    address: int
+    ranges: Ranges
+
+
+def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Extent:
+    """What an allocation that fits nowhere maps: behind the lowest range with enough unmapped addresses behind it."""
+    ordered = sorted(ranges)
+    blocks = sorted(used.values())
+    for i, (start, end) in enumerate(ordered):
+        last = max((address + size for address, size in blocks if start <= address < end), default=start)
+        room = ordered[i + 1][0] - end if i + 1 < len(ordered) else ENDLESS
+        if end - last + room < size_bytes + PAGE_BYTES or room == 0:
+            continue
+        new_end = end + max(0, -(-(last + size_bytes - end) // PAGE_BYTES)) * PAGE_BYTES
+        return Extent(size_bytes, last, (*ordered[:i], (start, new_end), *ordered[i + 1 :]))
+    raise AssertionError("addresses behind the last range are endless")
+
+
+def lay_anew(
+    step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]
+) -> tuple[Extent, Laid]:
+    """Lay a step on what is in use, with one extent behind it that is as small as this finds.
+
+    ranges: what stays mapped once all free pages are given back. carried: see `lay`. Raises NoRoomError.
+    """
+    ranges = tuple(ranges)
+    problem = _Problem(step, used, carried)
+    size_bytes = max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0))
+    missing = 0
+    for _ in range(MAX_EXTENTS):
+        extent = grown(ranges, used, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        packing = problem.packing(extent.ranges)
+        missing = packing.top - extent.ranges[-1][1]
+        if missing <= 0:
+            try:
+                return extent, problem.laid(extent.ranges, packing)
+            except NoRoomError as error:
+                missing = error.missing_bytes
+        size_bytes = extent.size_bytes + max(missing, PAGE_BYTES)
+    raise NoRoomError(missing)
+
+
+def lay(
+    step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]
+) -> Laid:
+    """Lay a step on what is in use and mapped at its start.
+
+    carried: of blocks that the step frees and did not allocate, those that took their place, by their names; what is
+    carried lies as far as possible where it lay before. Raises NoRoomError.
+    """
+    ranges = tuple(sorted(ranges))
+    problem = _Problem(step, used, carried)
+    return problem.laid(ranges, problem.packing(ranges))
+
+
+class _Problem:
+    """The lives of one step. Event numbers are positions in the whole of it."""
+
+    def __init__(self, step: Sequence[Statement], used: Used, carried: Mapping[int, int]) -> None:
+        self.step = step
+        self.used = used
+        self.carried = carried
+        self.total = sum(len(statement.events) for statement in step)
+        starts: dict[int, tuple[int, int]] = {}
+        self.stops: dict[int, int] = {}
+        self.steered: set[int] = set()
+        number = 0
+        for statement in step:
+            for event in statement.events:
+                if event.size_bytes:
+                    assert event.size_bytes > SMALL_BYTES, "small allocations live elsewhere"
+                    starts[event.block] = (number, event.size_bytes)
+                    if statement.hook is not None:
+                        self.steered.add(event.block)
+                else:
+                    self.stops[event.block] = number
+                number += 1
+        self.blocks = list(starts)
+        self.life_of = {
+            block: Life(size, start, self.stops.get(block, self.total)) for block, (start, size) in starts.items()
+        }
+        self.lives = list(self.life_of.values())
+        self.passing = [
+            Fixed(address, size, -1, self.stops[key])
+            for key, (address, size) in used.items()
+            if isinstance(key, int) and key in self.stops
+        ]
+        """What is in use at the start and freed on the way."""
+
+    def walls(self, ranges: Ranges) -> list[Fixed]:
+        """Addresses that are not to be had: unmapped ones, and what is in use all the time."""
+        found = [Fixed(end, start - end) for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False)]
+        kept = [place for key, place in self.used.items() if not isinstance(key, int) or key not in self.stops]
+        return [*found, *(Fixed(address, size) for address, size in kept)]
+
+    def packing(self, ranges: Ranges) -> Packing:
+        """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
+        fixed = [*self.walls(ranges), *self.passing]
+        pinned = self._pinned()
+        free = [i for i, block in enumerate(self.blocks) if block not in pinned]
+        fixed += [
+            Fixed(address, life.size_bytes, life.start, life.stop)
+            for block, address in pinned.items()
+            for life in (self.life_of[block],)
+        ]
+        rounds = min(ROUNDS, PACKED_LIVES // max(1, len(free)))
+        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds)
+        found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
+        tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
+        return Packing(tuple(found[block] for block in self.blocks), max(tops, default=0))
+
+    def _pinned(self) -> dict[int, int]:
+        found: dict[int, int] = {}
+        for before, after in self.carried.items():
+            if before not in self.used or after not in self.steered:
+                continue
+            address, size = self.used[before]
+            life = self.life_of[after]
+            if size == life.size_bytes and self.stops[before] < life.start:
+                found[after] = address
+        return found
+
+    def laid(self, ranges: Ranges, packing: Packing) -> Laid:
+        """Run the step in the model, steering each block to its place."""
+        heap = Heap(ranges, self.used)
+        targets = dict(zip(self.blocks, packing.addresses, strict=True))
+        plugs: dict[int, Plugs] = {}
+        again = 0
+        number = 0
+        for statement in self.step:
+            made = [event for event in statement.events if event.size_bytes]
+            taken: Plugs | None = None
+            if made and statement.hook is not None:
+                taken = _plug(heap, [(event, targets[event.block]) for event in made])
+                if taken.takes:
+                    plugs[statement.hook] = taken
+            deviates = False
+            for event in statement.events:
+                number += 1
+                if not event.size_bytes:
+                    heap.give(event.block)
+                    continue
+                address = heap.take(event.block, event.size_bytes)
+                if address is None:
+                    raise NoRoomError(max(PAGE_BYTES, int(EXTENT_SHARE * (ranges[-1][1] - ranges[0][0]))))
+                deviates = deviates or address != targets[event.block]
+                targets[event.block] = address
+            if taken is not None:
+                for i in range(len(taken.takes)):
+                    if i not in taken.stand_ins:
+                        heap.give(_plug_key(i))
+            if deviates and again < MAX_AGAIN:
+                again += 1
+                self._pack_rest(heap, ranges, targets, number)
+        end = {key: place for key, place in heap.used.items() if not isinstance(key, int) or key not in self.life_of}
+        names = {after: before for before, after in self.carried.items()}
+        end |= {names.get(key, key): heap.used[key] for key in self.life_of if key in heap.used}
+        return Laid(ranges, plugs, {block: targets[block] for block in self.blocks}, end)
+
+    def _pack_rest(self, heap: Heap, ranges: Ranges, targets: dict[int, int], number: int) -> None:
+        """New places for what is not allocated yet, around what is."""
+        rest = [block for block in self.blocks if self.life_of[block].start >= number]
+        if not rest:
+            return
+        fixed = self.walls(ranges)
+        for key, (address, size) in heap.used.items():
+            if isinstance(key, int) and (key in self.stops or key in self.life_of):
+                fixed.append(Fixed(address, size, -1, self.stops.get(key, self.total)))
+        packed = pack([self.life_of[block] for block in rest], fixed, ranges[0][0], AGAIN_ROUNDS)
+        targets.update(zip(rest, packed.addresses, strict=True))
+
+
+def _plug_key(i: int) -> tuple[str, int]:
+    return ("plug", i)
+
+
+def _plug(heap: Heap, made: Sequence[tuple[Event, int]]) -> Plugs:
+    """What to take so that each allocation goes to its place, as far as that can be done; the plugs are left taken."""
+    takes: list[tuple[int, int]] = []
+    stand_ins: list[int] = []
+
+    def take(size_bytes: int) -> bool:
+        address = heap.take(_plug_key(len(takes)), size_bytes)
+        if address is None:
+            return False
+        takes.append((size_bytes, address))
+        return True
+
+    for k, (event, target) in enumerate(made):
+        before = len(takes)
+        if not _clear(heap, event.size_bytes, target, take):
+            for i in reversed(range(before, len(takes))):
+                heap.give(_plug_key(i))
+            del takes[before:]
+        if k + 1 < len(made) and take(event.size_bytes):
+            stand_ins.append(len(takes) - 1)
+    for i in stand_ins:
+        heap.give(_plug_key(i))
+    return Plugs(tuple(takes), frozenset(stand_ins))
+
+
+def _clear(heap: Heap, size_bytes: int, target: int, take: object) -> bool:
+    """Plug until an allocation would go to its place; False where that cannot be done."""
+    assert callable(take)
+    for _ in range(len(heap.holes) + 2):
+        hole = heap.best(size_bytes)
+        if hole is None:
+            return False
+        start, size = hole
+        if start == target:
+            return True
+        wanted = size
+        if start < target and target + size_bytes <= start + size:
+            spacer = target - start
+            if spacer <= SMALL_BYTES:
+                return False
+            lies = heap.best(spacer)
+            assert lies is not None, "the hole itself has room"
+            wanted = spacer if lies[0] == start else lies[1]
+        if not take(wanted):
+            return False
+    return False
