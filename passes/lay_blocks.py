@@ -13,8 +13,8 @@ from collections.abc import Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
-from fxhome.passes.best_fit import ENDLESS, Heap
-from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, most_alive, pack
+from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
+from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_alive, pack
 
 MAX_AGAIN = 40
 """How often the rest of a step is packed again, at most."""
@@ -96,11 +96,21 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
     ordered = sorted(ranges)
     blocks = sorted(used.values())
     for i, (start, end) in enumerate(ordered):
-        last = max((address + size for address, size in blocks if start <= address < end), default=start)
-        room = ordered[i + 1][0] - end if i + 1 < len(ordered) else ENDLESS
-        if end - last + room < size_bytes + PAGE_BYTES or room == 0:
+        inside = [(address, size) for address, size in blocks if start <= address < end]
+        last = max((address + size for address, size in inside), default=start)
+        if i + 1 == len(ordered):
+            room, following = ENDLESS, 0
+        else:
+            behind = ordered[i + 1]
+            room = behind[0] - last
+            following = min((a for a, _ in blocks if behind[0] <= a < behind[1]), default=behind[1]) - behind[0]
+        if room + following < size_bytes:
             continue
+        if size_bytes > room:
+            return Extent(size_bytes, last, (*ordered[:i], (start, ordered[i + 1][1]), *ordered[i + 2 :]))
         new_end = end + max(0, -(-(last + size_bytes - end) // PAGE_BYTES)) * PAGE_BYTES
+        if following and new_end == ordered[i + 1][0]:
+            return Extent(size_bytes, last, (*ordered[:i], (start, ordered[i + 1][1]), *ordered[i + 2 :]))
         return Extent(size_bytes, last, (*ordered[:i], (start, new_end), *ordered[i + 1 :]))
     raise AssertionError("addresses behind the last range are endless")
 
@@ -116,9 +126,9 @@ def lay_anew(
     problem = _Problem(step, used, carried)
     size_bytes = max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0))
     missing = 0
-    for _ in range(MAX_EXTENTS):
+    for attempt in range(MAX_EXTENTS):
         extent = grown(ranges, used, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
-        packing = problem.packing(extent.ranges)
+        packing = problem.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS)
         missing = packing.top - extent.ranges[-1][1]
         if missing <= 0:
             try:
@@ -182,7 +192,7 @@ class _Problem:
         kept = [place for key, place in self.used.items() if not isinstance(key, int) or key not in self.stops]
         return [*found, *(Fixed(address, size) for address, size in kept)]
 
-    def packing(self, ranges: Ranges) -> Packing:
+    def packing(self, ranges: Ranges, rounds: int = ROUNDS) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
         pinned = self._pinned()
@@ -192,7 +202,7 @@ class _Problem:
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        rounds = min(ROUNDS, PACKED_LIVES // max(1, len(free)))
+        rounds = min(rounds, PACKED_LIVES // max(1, len(free)))
         packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
@@ -220,6 +230,9 @@ class _Problem:
             made = [event for event in statement.events if event.size_bytes]
             taken: Plugs | None = None
             if made and statement.hook is not None:
+                for event in made:
+                    if not _is_reachable(heap, targets[event.block], event.size_bytes):
+                        self._place_elsewhere(heap, ranges, targets, event.block, number)
                 taken = _plug(heap, [(event, targets[event.block]) for event in made])
                 if taken.takes:
                     plugs[statement.hook] = taken
@@ -246,17 +259,63 @@ class _Problem:
         end |= {names.get(key, key): heap.used[key] for key in self.life_of if key in heap.used}
         return Laid(ranges, plugs, {block: targets[block] for block in self.blocks}, end)
 
-    def _pack_rest(self, heap: Heap, ranges: Ranges, targets: dict[int, int], number: int) -> None:
-        """New places for what is not allocated yet, around what is."""
-        rest = [block for block in self.blocks if self.life_of[block].start >= number]
-        if not rest:
-            return
-        fixed = self.walls(ranges)
+    def _place_elsewhere(self, heap: Heap, ranges: Ranges, targets: dict[int, int], block: int, number: int) -> None:
+        """A place that can be reached now and that nobody else needs, where there is one."""
+        life = self.life_of[block]
+        fixed = self._there(heap, ranges)
+        fixed += [self._as_fixed(b, targets[b]) for b in self.blocks if b != block and self.life_of[b].start >= number]
+        holes = sorted((address, size) for size, address in heap.holes if size >= life.size_bytes)
+        for low, high in gaps(life, fixed, ranges[0][0]):
+            for start, size in holes:
+                address = max(low, start)
+                if 0 < address - start <= SMALL_BYTES:
+                    address = start + SMALL_BYTES + GRANULE_BYTES
+                if address + life.size_bytes <= min(high, start + size):
+                    targets[block] = address
+                    return
+
+    def _there(self, heap: Heap, ranges: Ranges) -> list[Fixed]:
+        """What lies where it is: addresses that are not to be had, and what is in use now."""
+        found = self.walls(ranges)
         for key, (address, size) in heap.used.items():
             if isinstance(key, int) and (key in self.stops or key in self.life_of):
-                fixed.append(Fixed(address, size, -1, self.stops.get(key, self.total)))
-        packed = pack([self.life_of[block] for block in rest], fixed, ranges[0][0], AGAIN_ROUNDS)
-        targets.update(zip(rest, packed.addresses, strict=True))
+                found.append(Fixed(address, size, -1, self.stops.get(key, self.total)))
+        return found
+
+    def _pack_rest(self, heap: Heap, ranges: Ranges, targets: dict[int, int], number: int) -> None:
+        """New places for what is not allocated yet: for what lies where another block is now, or for all of it."""
+        rest = [block for block in self.blocks if self.life_of[block].start >= number]
+        there = self._there(heap, ranges)
+        planned = {block: self._as_fixed(block, targets[block]) for block in rest}
+        moved = [block for block in rest if any(_meet(planned[block], other) for other in there)]
+        if not moved:
+            return
+        others = [fixed for block, fixed in planned.items() if block not in set(moved)]
+        packed = pack([self.life_of[block] for block in moved], [*there, *others], ranges[0][0], 0)
+        if packed.top > ranges[-1][1]:
+            moved = rest
+            packed = pack([self.life_of[block] for block in rest], there, ranges[0][0], AGAIN_ROUNDS)
+        targets.update(zip(moved, packed.addresses, strict=True))
+
+    def _as_fixed(self, block: int, address: int) -> Fixed:
+        life = self.life_of[block]
+        return Fixed(address, life.size_bytes, life.start, life.stop)
+
+
+def _meet(one: Fixed, other: Fixed) -> bool:
+    return (
+        one.address < other.address + other.size_bytes
+        and other.address < one.address + one.size_bytes
+        and one.start < other.stop
+        and other.start < one.stop
+    )
+
+
+def _is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
+    for size, start in heap.holes:
+        if start <= target and target + size_bytes <= start + size:
+            return target == start or target - start > SMALL_BYTES
+    return False
 
 
 def _plug_key(i: int) -> tuple[str, int]:

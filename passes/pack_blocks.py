@@ -99,6 +99,20 @@ def _orders(lives: Sequence[Life]) -> list[Callable[[int], tuple[int, ...]]]:
     ]
 
 
+def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]:
+    """(start, end) of everything from `base` on that is free for all of a life and large enough, lowest first; the
+    last one ends at NEVER.
+    """
+    met = sorted((f.address, f.address + f.size_bytes) for f in fixed if f.start < life.stop and f.stop > life.start)
+    found = []
+    reached = base
+    for low, high in met:
+        if low - reached >= life.size_bytes:
+            found.append((reached, low))
+        reached = max(reached, high)
+    return [*found, (reached, NEVER)]
+
+
 class _Field:
     """What is placed, sorted by address."""
 
