@@ -15,6 +15,7 @@ are not. The module and what others hold of it stay as they are.
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import types
 from collections.abc import Callable, Sequence
@@ -50,6 +51,22 @@ Hook = Callable[[int], None]
 
 class HookError(Exception):
     """Generated code of a kind that is not known: nothing is hooked."""
+
+
+def generated(compiled: Any) -> tuple[Callable[..., Any], Callable[[Callable[..., Any]], None]]:
+    """What runs inside a graph that Inductor compiled, and how to put something else there.
+
+    Where inputs may be misaligned, Inductor calls it through a closure that copies those. Raises HookError for any
+    other.
+    """
+    call = compiled.current_callable
+    function = getattr(call, "__func__", call)
+    if isinstance(function, types.FunctionType) and function.__closure__ is not None:
+        cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+        if "model" not in cells or not callable(cells["model"].cell_contents):
+            raise HookError(f"generated code is called through {function.__qualname__}, which is not known")
+        return cells["model"].cell_contents, functools.partial(setattr, cells["model"], "cell_contents")
+    return call, functools.partial(setattr, compiled, "current_callable")
 
 
 def hook(call: Callable[..., Any], at: Hook, first: int) -> tuple[Callable[..., Any], int]:

@@ -9,8 +9,9 @@ where best fit puts it. The result is what the model of the allocator (best_fit.
 a block cannot be sent to its place, the rest is packed again around the place that it gets.
 """
 
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
@@ -139,9 +140,7 @@ def lay_anew(
     raise NoRoomError(missing)
 
 
-def lay(
-    step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]
-) -> Laid:
+def lay(step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]) -> Laid:
     """Lay a step on what is in use and mapped at its start.
 
     carried: of blocks that the step frees and did not allocate, those that took their place, by their names; what is
@@ -188,7 +187,7 @@ class _Problem:
 
     def walls(self, ranges: Ranges) -> list[Fixed]:
         """Addresses that are not to be had: unmapped ones, and what is in use all the time."""
-        found = [Fixed(end, start - end) for (_, end), (start, _) in zip(ranges, ranges[1:], strict=False)]
+        found = [Fixed(end, start - end) for (_, end), (start, _) in pairwise(ranges)]
         kept = [place for key, place in self.used.items() if not isinstance(key, int) or key not in self.stops]
         return [*found, *(Fixed(address, size) for address, size in kept)]
 
@@ -347,9 +346,8 @@ def _plug(heap: Heap, made: Sequence[tuple[Event, int]]) -> Plugs:
     return Plugs(tuple(takes), frozenset(stand_ins))
 
 
-def _clear(heap: Heap, size_bytes: int, target: int, take: object) -> bool:
+def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]) -> bool:
     """Plug until an allocation would go to its place; False where that cannot be done."""
-    assert callable(take)
     for _ in range(len(heap.holes) + 2):
         hole = heap.best(size_bytes)
         if hole is None:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
+
 NEVER = 1 << 62
 ROUNDS = 60
 """Further tries of the best order, at most."""
@@ -73,9 +75,10 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
 def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
     """Bytes that are needed at once, with what lies fixed for a time: no packing reaches less far above `base`."""
     changes: dict[int, int] = {}
-    for item in (*lives, *(f for f in fixed if f.stop != NEVER and f.address >= base)):
-        changes[item.start] = changes.get(item.start, 0) + item.size_bytes
-        changes[item.stop] = changes.get(item.stop, 0) - item.size_bytes
+    passing = [Life(f.size_bytes, f.start, f.stop) for f in fixed if f.stop != NEVER and f.address >= base]
+    for life in (*lives, *passing):
+        changes[life.start] = changes.get(life.start, 0) + life.size_bytes
+        changes[life.stop] = changes.get(life.stop, 0) - life.size_bytes
     most = running = 0
     for event in sorted(changes):
         running += changes[event]
@@ -97,6 +100,22 @@ def _orders(lives: Sequence[Life]) -> list[Callable[[int], tuple[int, ...]]]:
         lambda i: (lives[i].start, long(i), i),
         lambda i: (-lives[i].stop, size(i), i),
     ]
+
+
+def packed_bytes(step: Sequence[Allocation]) -> int:
+    """What the large blocks of a step need where each is sent to its place, in whole pages. What the step frees and
+    did not allocate is not counted.
+    """
+    alive: dict[str, tuple[int, int]] = {}
+    lives = []
+    for number, event in enumerate(step):
+        if event.size_bytes > SMALL_BYTES:
+            alive[event.name] = (event.size_bytes, number)
+        elif not event.size_bytes and event.name in alive:
+            size_bytes, start = alive.pop(event.name)
+            lives.append(Life(size_bytes, start, number))
+    lives += [Life(size_bytes, start, len(step)) for size_bytes, start in alive.values()]
+    return -(-pack(lives, (), 0).top // PAGE_BYTES) * PAGE_BYTES
 
 
 def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]:

@@ -1,0 +1,440 @@
+"""Lay the blocks of a step where they fit: record one, pack it, steer all that follow.
+
+    enter (forward)  waiting -> a settled step is recorded -> packed -> steered, as long as steps start alike
+    at(i)            steered: plugs before statement i, given back behind it; recorded: a marker
+    leave            every plug goes back, whatever happened
+
+Nothing but the places of blocks changes: a plug is never written to. A step that is not what was recorded (an address
+that is not the planned one, an exception, a forward without its backward) is left alone from there on. What the
+allocator's counters call allocated holds the plugs as well, for as long as the host needs to issue one statement.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import time
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import Any, Protocol
+
+import torch
+
+from fxhome.allocator_trace import MARK_BYTES, RecordedStep, Snapshot, UnsteadyError, recorded_step, snapshot_of
+from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, Plugs, lay, lay_anew
+from fxhome.units import format_bytes
+
+log = logging.getLogger("fxhome")
+
+SETTLED_STEPS = 2
+"""Steps that are left alone before one is recorded: the first is metered, the optimizer's state appears behind it."""
+MAX_RECORDINGS = 3
+MAX_FAILURES = 3
+"""Steps one behind the other that did not go as planned, before another one is recorded."""
+MAX_STATES = 4
+"""Different starts of a step (batches that take turns, say) that are laid out."""
+
+
+class Allocator(Protocol):
+    """What laying needs of an allocator."""
+
+    def take(self, size_bytes: int) -> int:
+        """Allocate raw memory on the current stream. Raises torch.OutOfMemoryError."""
+
+    def give(self, address: int) -> None:
+        """Free it."""
+
+    def stream(self) -> int:
+        """The current stream, or -1 where another device is the current one."""
+
+    def large_bytes(self) -> tuple[int, int]:
+        """(allocated, reserved) for large blocks of all streams."""
+
+    def snapshot(self, stream: int) -> Snapshot:
+        """What is mapped and in use. Raises UnsteadyError."""
+
+    def empty_cache(self) -> None:
+        """Give back every page that holds nothing."""
+
+    def is_recorded(self) -> bool:
+        """Whether anyone records the history."""
+
+    def record(self) -> None:
+        """Record the history from here on."""
+
+    def recorded(self) -> Sequence[Mapping[str, Any]]:
+        """What was recorded; recording ends."""
+
+
+class CudaAllocator:
+    """torch's caching allocator on one CUDA device."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+        self.give: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
+
+    def take(self, size_bytes: int) -> int:
+        return int(
+            torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, torch._C._cuda_getCurrentRawStream(self.device))
+        )
+
+    def stream(self) -> int:
+        if torch._C._cuda_getDevice() != self.device:
+            return -1
+        return int(torch._C._cuda_getCurrentRawStream(self.device))
+
+    def large_bytes(self) -> tuple[int, int]:
+        stats: Any = torch._C._cuda_memoryStats(self.device)
+        allocated, reserved = (stats[name]["large_pool"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
+        return int(allocated), int(reserved)
+
+    def snapshot(self, stream: int) -> Snapshot:
+        return snapshot_of(torch.cuda.memory._snapshot()["segments"], self.device, stream)
+
+    def empty_cache(self) -> None:
+        torch.cuda.empty_cache()
+
+    def is_recorded(self) -> bool:
+        return bool(torch._C._cuda_isHistoryEnabled())
+
+    def record(self) -> None:
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
+
+    def recorded(self) -> Sequence[Mapping[str, Any]]:
+        entries: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][self.device]
+        torch.cuda.memory._record_memory_history(enabled=None, clear_history=True)
+        return entries
+
+
+class _Mode(Enum):
+    WAITING = auto()
+    RECORDING = auto()
+    STEERING = auto()
+    OFF = auto()
+
+
+class _Phase(Enum):
+    IDLE = auto()
+    FORWARD = auto()
+    BETWEEN = auto()
+    BACKWARD = auto()
+
+
+@dataclass
+class _Layout:
+    """What steering follows: the step, its extent, and a table of plugs for each state that a step may start from."""
+
+    step: RecordedStep
+    extent: Extent
+    kept: dict[Any, tuple[int, int]]
+    expected_bytes: tuple[int, int]
+    tables: dict[frozenset[tuple[int, tuple[int, int]]], Laid] = field(default_factory=dict)
+
+
+_ticks = itertools.count(1)
+_owner: weakref.ref[PlacedBlocks] | None = None
+"""Who lays blocks: those of two graphs at once are nobody's steady step."""
+_is_paused = False
+
+
+@contextlib.contextmanager
+def unsteered() -> Iterator[None]:
+    """Steps that begin inside are left alone: the allocator's counters then hold no plugs."""
+    global _is_paused
+    before, _is_paused = _is_paused, True
+    try:
+        yield
+    finally:
+        _is_paused = before
+
+
+class PlacedBlocks:
+    """Steers the steps of one compiled plan, whose statements are `hooks` many. `is_settled` tells when steps may be
+    recorded; `tell` gets one line that says what came of it.
+    """
+
+    def __init__(self, allocator: Allocator) -> None:
+        self.allocator = allocator
+        self.hooks = 0
+        self.is_settled: Callable[[], bool] = lambda: True
+        self.tell: Callable[[str], None] = lambda _: None
+        self.laid: Laid | None = None
+        self.failures = 0
+        self.steered_steps = 0
+        self._mode = _Mode.WAITING
+        self._phase = _Phase.IDLE
+        self._table: list[Plugs | None] | None = None
+        self._held: list[int] = []
+        self._marks: list[int | None] | None = None
+        self._steps = 0
+        self._recordings = 0
+        self._stream = 0
+        self._is_clean = True
+        self._in_a_row = 0
+        self._restores = 0
+        self._tick = self._previous_tick = 0
+        self._layout: _Layout | None = None
+        self._state: dict[int, tuple[int, int]] = {}
+
+    # What the generated code calls.
+
+    def at(self, hook: int) -> None:
+        """Before a statement that may allocate."""
+        if self._held:
+            self._give_back()
+        if self._table is not None:
+            plugs = self._table[hook]
+            if plugs is not None:
+                self._plug(plugs)
+        elif self._marks is not None:
+            self._marks.append(hook)
+            self.allocator.give(self.allocator.take(MARK_BYTES))
+
+    def forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The forward's callable, told where it begins and ends."""
+
+        def run(args: Any) -> Any:
+            self._enter_forward()
+            is_done = False
+            try:
+                result = call(args)
+                is_done = True
+                return result
+            finally:
+                self._leave(_Phase.FORWARD, _Phase.BETWEEN if is_done else _Phase.IDLE, is_done)
+
+        return run
+
+    def backward(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """The same for the backward's."""
+
+        def run(args: Any) -> Any:
+            if self._phase is _Phase.BETWEEN:
+                self._phase = _Phase.BACKWARD
+            else:
+                self._disturb()
+            is_done = False
+            try:
+                result = call(args)
+                is_done = True
+                return result
+            finally:
+                self._leave(_Phase.BACKWARD, _Phase.IDLE, is_done)
+
+        return run
+
+    def _leave(self, phase: _Phase, following: _Phase, is_done: bool) -> None:
+        self._give_back()
+        if not is_done or self._phase is not phase:
+            self._disturb()
+        elif phase is _Phase.BACKWARD:
+            self._steps += 1
+            self._table = None
+            if self._marks is not None:
+                self._mark_outside()
+        elif self._marks is not None:
+            self._mark_outside()
+        self._phase = following
+
+    def _mark_outside(self) -> None:
+        assert self._marks is not None
+        self._marks.append(None)
+        self.allocator.give(self.allocator.take(MARK_BYTES))
+
+    def _plug(self, plugs: Plugs) -> None:
+        held, take = self._held, self.allocator.take
+        try:
+            for size_bytes, address in plugs.takes:
+                got = take(size_bytes)
+                held.append(got)
+                if got != address:
+                    self._disturb()
+                    return
+        except torch.OutOfMemoryError:
+            self._disturb()
+            return
+        for i in sorted(plugs.stand_ins, reverse=True):
+            self.allocator.give(held.pop(i))
+
+    def _give_back(self) -> None:
+        while self._held:
+            self.allocator.give(self._held.pop())
+
+    def _disturb(self) -> None:
+        """This step is not one that is known: it is left alone, and nothing is learned from it."""
+        self._give_back()
+        self._table = None
+        self._is_clean = False
+        self._phase = _Phase.IDLE
+        if self._marks is not None:
+            self._marks = None
+            self.allocator.recorded()
+            self._mode = _Mode.WAITING
+
+    # Between two steps.
+
+    def _enter_forward(self) -> None:
+        is_regular = self._phase is _Phase.IDLE
+        if not is_regular:
+            self._disturb()
+        self._phase = _Phase.FORWARD
+        self._previous_tick, self._tick = self._tick, next(_ticks)
+        was_clean, self._is_clean = self._is_clean and is_regular, True
+        if self._mode is _Mode.OFF:
+            return
+        try:
+            if self._mode is _Mode.RECORDING:
+                self._finish_recording()
+            elif self._mode is _Mode.WAITING:
+                self._wait()
+            if self._mode is _Mode.STEERING:
+                self._steer(was_clean)
+        except UnsteadyError as reason:
+            self._again(str(reason))
+        except NoRoomError:
+            self._give_up("no packing of its blocks was found that takes less")
+        except torch.OutOfMemoryError:
+            self._give_up("the room for its blocks was not to be had at once")
+
+    def _wait(self) -> None:
+        global _owner
+        if self._steps < SETTLED_STEPS or not self.is_settled() or _is_paused:
+            return
+        owner = _owner() if _owner is not None else None
+        if owner not in (None, self) and owner._mode is not _Mode.OFF and owner._tick > self._previous_tick:
+            self._give_up("another graph's blocks are laid")
+            return
+        if self.allocator.is_recorded():
+            return
+        if self._recordings == MAX_RECORDINGS:
+            self._give_up("its steps do not repeat themselves")
+            return
+        _owner = weakref.ref(self)
+        self._recordings += 1
+        self._stream = self.allocator.stream()
+        self._marks = []
+        self._mode = _Mode.RECORDING
+        self.allocator.record()
+
+    def _finish_recording(self) -> None:
+        marks, self._marks = self._marks, None
+        assert marks is not None
+        self._mode = _Mode.WAITING
+        step = recorded_step(self.allocator.recorded(), marks, self._stream)
+        if self.allocator.stream() != self._stream:
+            raise UnsteadyError("its stream is another one every time")
+        _, before_bytes = self.allocator.large_bytes()
+        self._state = dict(step.left)
+        self._establish(step)
+        assert self._layout is not None
+        _, after_bytes = self._layout.expected_bytes
+        self._mode = _Mode.STEERING
+        self.tell(
+            f"blocks are laid: the allocator takes {format_bytes(after_bytes)} for large ones; it took "
+            f"{format_bytes(before_bytes)}"
+        )
+
+    def _establish(self, step: RecordedStep) -> None:
+        """Give back what is free, pack the step on what is left, and make room for it in one piece."""
+        begin = time.perf_counter()
+        self.allocator.empty_cache()
+        shown = self.allocator.snapshot(self._stream)
+        carried = {place[0]: name for name, place in self._state.items()}
+        if any(shown.used.get(address) != size for address, size in self._state.values()):
+            raise UnsteadyError("what a step leaves is not where it was left")
+        kept: dict[Any, tuple[int, int]] = {
+            ("kept", address): (address, size) for address, size in shown.used.items() if address not in carried
+        }
+        if not shown.ranges:
+            raise UnsteadyError("nothing is resident on its stream")
+        extent, laid = lay_anew(step.statements, shown.ranges, kept | self._state, step.carried)
+        self._map(extent)
+        if set(self.allocator.snapshot(self._stream).ranges) != set(extent.ranges):
+            raise UnsteadyError("the room for its blocks was mapped elsewhere")
+        self._layout = _Layout(step, extent, kept, self.allocator.large_bytes())
+        self._layout.tables[self._key()] = laid
+        log.debug("fxhome: blocks laid in %.2f s: %s", time.perf_counter() - begin, format_bytes(laid.mapped_bytes))
+
+    def _map(self, extent: Extent) -> None:
+        address = self.allocator.take(extent.size_bytes)
+        self.allocator.give(address)
+        if address != extent.address:
+            raise UnsteadyError("the room for its blocks was mapped elsewhere")
+
+    def _key(self) -> frozenset[tuple[int, tuple[int, int]]]:
+        return frozenset(self._state.items())
+
+    def _steer(self, was_clean: bool) -> None:
+        layout = self._layout
+        assert layout is not None
+        if self.laid is not None:
+            self._in_a_row = 0 if was_clean else self._in_a_row + 1
+            self.failures += not was_clean
+            self.steered_steps += was_clean
+            if was_clean:
+                self._state = {key: place for key, place in self.laid.end.items() if isinstance(key, int)}
+            elif self._state or self._in_a_row == MAX_FAILURES:
+                raise UnsteadyError("blocks went elsewhere than planned")
+        self.laid = None
+        if _is_paused or self.allocator.stream() != self._stream:
+            if self._state:
+                raise UnsteadyError("a step was left alone")
+            return
+        allocated_bytes, reserved_bytes = self.allocator.large_bytes()
+        if allocated_bytes != layout.expected_bytes[0]:
+            self._in_a_row += 1
+            if self._state or self._in_a_row == MAX_FAILURES:
+                raise UnsteadyError("something else is alive at the start of a step")
+            return
+        if reserved_bytes == layout.expected_bytes[1]:
+            self._restores = 0
+        else:
+            self._restore(layout)
+        self.laid = self._laid(layout)
+        table: list[Plugs | None] = [None] * self.hooks
+        for hook, plugs in self.laid.plugs.items():
+            table[hook] = plugs
+        self._table = table
+
+    def _restore(self, layout: _Layout) -> None:
+        """Someone gave memory back, or took more: start again from what the layout started from."""
+        self._restores += 1
+        if self._restores > MAX_FAILURES:
+            raise UnsteadyError("the allocator takes or gives back memory between steps")
+        if self._state:
+            self._establish(layout.step)
+            return
+        self.allocator.empty_cache()
+        self._map(layout.extent)
+        if self.allocator.large_bytes() != layout.expected_bytes:
+            raise UnsteadyError("what is mapped is not what was mapped before")
+
+    def _laid(self, layout: _Layout) -> Laid:
+        layout = self._layout or layout
+        known = layout.tables.get(self._key())
+        if known is None:
+            if len(layout.tables) == MAX_STATES:
+                raise UnsteadyError("what a step leaves lies elsewhere every time")
+            used = layout.kept | self._state
+            known = lay(layout.step.statements, layout.extent.ranges, used, layout.step.carried)
+            layout.tables[self._key()] = known
+        return known
+
+    def _again(self, reason: str) -> None:
+        """Record another step, unless enough were."""
+        self.laid = self._layout = self._table = None
+        self._in_a_row = self._restores = 0
+        self._mode = _Mode.WAITING
+        self._steps = 0
+        log.debug("fxhome: blocks are not laid: %s", reason)
+        if self._recordings == MAX_RECORDINGS:
+            self._give_up(reason)
+
+    def _give_up(self, reason: str) -> None:
+        self.laid = self._layout = self._table = None
+        self._mode = _Mode.OFF
+        log.warning("fxhome: the blocks of this plan are left to the allocator: %s", reason)
+        self.tell(f"blocks are left to the allocator: {reason}")
