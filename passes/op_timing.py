@@ -68,9 +68,11 @@ def example_bytes(node: fx.Node) -> int:
     return sum(leaf.numel() * leaf.dtype.itemsize for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor))
 
 
-def time_op(node: fx.Node, device: torch.device) -> OpTiming:
-    """Run `node`'s operator a few times on fresh tensors. Call it inside `outside_tracing`."""
-    args = fx.node.map_arg(node.args, lambda source: example(source.meta["val"]))
+def time_op(node: fx.Node, device: torch.device, given: tuple[Any, ...] | None = None) -> OpTiming:
+    """Run `node`'s operator a few times on fresh tensors; `given`: in place of its positional arguments. Call it inside
+    `outside_tracing`.
+    """
+    args = fx.node.map_arg(node.args if given is None else given, lambda source: example(source.meta["val"]))
     kwargs = fx.node.map_arg(node.kwargs, lambda source: example(source.meta["val"]))
     target: Any = node.target
     if device.type == "cuda":
