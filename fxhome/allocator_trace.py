@@ -29,12 +29,13 @@ class RecordedStep:
     """Blocks that the step allocates are named 1, 2, ...; those that it frees and found there -1, -2, ...
 
     carried: those it found, and what it leaves in their place. left: (address, size in bytes) of the latter at the end
-    of the step, by the names at the start of the next one.
+    of the step, by the names at the start of the next one. gives_back: the allocator unmapped pages meanwhile.
     """
 
     statements: tuple[Statement, ...]
     carried: Mapping[int, int]
     left: Mapping[int, tuple[int, int]]
+    gives_back: bool
 
 
 @dataclass(frozen=True)
@@ -111,7 +112,8 @@ def recorded_step(entries: Sequence[Mapping[str, Any]], hooks: Sequence[int | No
     statements = tuple(
         Statement(hook, tuple(group)) for hook, group in zip([None, *hooks], events, strict=True) if group
     )
-    return RecordedStep(statements, carried, {before: places[after] for before, after in carried.items()})
+    left = {before: places[after] for before, after in carried.items()}
+    return RecordedStep(statements, carried, left, any(entry["action"] == "segment_unmap" for entry in entries))
 
 
 def _is_marker(entries: Sequence[Mapping[str, Any]], i: int) -> bool:

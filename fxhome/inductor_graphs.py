@@ -199,7 +199,7 @@ def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: Co
     if known.reserved_bytes is None or known.packed_bytes is None:
         return None
     scattered = known.reserved_bytes + plan.resident_bytes
-    if scattered + situation.error_bound_bytes <= reserved_limit(plan.budget_bytes):
+    if not is_scattered(scattered + situation.error_bound_bytes, plan.budget_bytes):
         return None
     blocks = place_blocks(compiled, CudaAllocator(torch.cuda.current_device()))
     note = f"left to the allocator, blocks would take {format_bytes(scattered)} of it: holes"
@@ -218,6 +218,11 @@ def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> L
     lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes, check.packed_bytes)
     remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
     return lowered
+
+
+def is_scattered(reserved_bytes: int, budget_bytes: int) -> bool:
+    """Whether blocks are worth laying: left to itself, the allocator would take so much for them."""
+    return reserved_bytes > reserved_limit(budget_bytes)
 
 
 def reserved_limit(budget_bytes: int) -> int:

@@ -34,6 +34,8 @@ SETTLED_STEPS = 2
 MAX_RECORDINGS = 3
 MAX_FAILURES = 3
 """Steps one behind the other that did not go as planned, before another one is recorded."""
+MORE_SHARE = 0.05
+"""How much more than the recorded step took, which had to give back what did not fit, a layout may take."""
 MAX_STATES = 4
 """Different starts of a step (batches that take turns, say) that are laid out."""
 
@@ -175,6 +177,7 @@ class PlacedBlocks:
         self._is_clean = True
         self._in_a_row = 0
         self._restores = 0
+        self._reserved_bytes = 0
         self._tick = self._previous_tick = 0
         self._layout: _Layout | None = None
         self._state: dict[int, tuple[int, int]] = {}
@@ -230,19 +233,15 @@ class PlacedBlocks:
         self._give_back()
         if not is_done or self._phase is not phase:
             self._disturb()
-        elif phase is _Phase.BACKWARD:
-            self._steps += 1
-            self._table = None
+        else:
             if self._marks is not None:
-                self._mark_outside()
-        elif self._marks is not None:
-            self._mark_outside()
+                self._marks.append(None)
+                self.allocator.give(self.allocator.take(MARK_BYTES))
+                _, self._reserved_bytes = self.allocator.large_bytes()
+            if phase is _Phase.BACKWARD:
+                self._steps += 1
+                self._table = None
         self._phase = following
-
-    def _mark_outside(self) -> None:
-        assert self._marks is not None
-        self._marks.append(None)
-        self.allocator.give(self.allocator.take(MARK_BYTES))
 
     def _plug(self, plugs: Plugs) -> None:
         held, take = self._held, self.allocator.take
@@ -326,7 +325,7 @@ class PlacedBlocks:
         step = recorded_step(self.allocator.recorded(), marks, self._stream)
         if self.allocator.stream() != self._stream:
             raise UnsteadyError("its stream is another one every time")
-        _, before_bytes = self.allocator.large_bytes()
+        before_bytes = self._reserved_bytes
         self._state = dict(step.left)
         self._establish(step)
         assert self._layout is not None
@@ -351,6 +350,11 @@ class PlacedBlocks:
         if not shown.ranges:
             raise UnsteadyError("nothing is resident on its stream")
         extent, laid = lay_anew(step.statements, shown.ranges, kept | self._state, step.carried)
+        mapped_bytes = sum(end - start for start, end in extent.ranges)
+        if mapped_bytes >= self._reserved_bytes and not step.gives_back:
+            raise NoRoomError(mapped_bytes - self._reserved_bytes)
+        if mapped_bytes > self._reserved_bytes * (1 + MORE_SHARE):
+            raise UnsteadyError(f"{format_bytes(mapped_bytes)} would be needed with what happens between its steps")
         self._map(extent)
         if set(self.allocator.snapshot(self._stream).ranges) != set(extent.ranges):
             raise UnsteadyError("the room for its blocks was mapped elsewhere")

@@ -130,6 +130,8 @@ class ModelAllocator:
         needed: set[int] = set()
         for address, size in self.used.items():
             needed |= set(range(address // PAGE, (address + size - 1) // PAGE + 1))
+        if self.pages - needed:
+            self._note("segment_unmap", min(self.pages - needed) * PAGE, PAGE)
         self.pages &= needed
 
     def stream(self) -> int:

@@ -326,9 +326,13 @@ def test_random_steps_take_what_was_promised_and_never_more_than_before(seed: in
     allocator = ModelAllocator()
     loop = Loop(allocator, [tuple(s) for s in body[:half]], [tuple(s) for s in body[half:]])
     loop.do((("weights", 30.0),))
-    loop.steps(WARM)
-    assert loop.blocks.laid is not None
+    before = loop.steps(SETTLED_STEPS + 1)
+    loop.step()
+    if loop.blocks.laid is None:
+        assert loop.notes == ["blocks are left to the allocator: no packing of its blocks was found that takes less"]
+        return
     most = loop.steps(3)
+    assert most < before
     assert most == loop.blocks.laid.mapped_bytes
     assert loop.blocks.failures == 0
     assert loop.blocks.steered_steps == 3
