@@ -355,18 +355,16 @@ class PlacedBlocks:
             raise NoRoomError(mapped_bytes - self._reserved_bytes)
         if mapped_bytes > self._reserved_bytes * (1 + MORE_SHARE):
             raise UnsteadyError(f"{format_bytes(mapped_bytes)} would be needed with what happens between its steps")
-        self._map(extent)
-        if set(self.allocator.snapshot(self._stream).ranges) != set(extent.ranges):
-            raise UnsteadyError("the room for its blocks was mapped elsewhere")
+        address = self.allocator.take(extent.size_bytes)
+        self.allocator.give(address)
+        ranges = self.allocator.snapshot(self._stream).ranges
+        if (address, ranges) != (extent.address, extent.ranges):
+            # There were unmapped addresses that nothing told of, below everything else.
+            extent = Extent(extent.size_bytes, address, ranges)
+            laid = lay(step.statements, ranges, kept | self._state, step.carried)
         self._layout = _Layout(step, extent, kept, self.allocator.large_bytes())
         self._layout.tables[self._key()] = laid
         log.debug("fxhome: blocks laid in %.2f s: %s", time.perf_counter() - begin, format_bytes(laid.mapped_bytes))
-
-    def _map(self, extent: Extent) -> None:
-        address = self.allocator.take(extent.size_bytes)
-        self.allocator.give(address)
-        if address != extent.address:
-            raise UnsteadyError("the room for its blocks was mapped elsewhere")
 
     def _key(self) -> frozenset[tuple[int, tuple[int, int]]]:
         return frozenset(self._state.items())
@@ -412,8 +410,9 @@ class PlacedBlocks:
             self._establish(layout.step)
             return
         self.allocator.empty_cache()
-        self._map(layout.extent)
-        if self.allocator.large_bytes() != layout.expected_bytes:
+        address = self.allocator.take(layout.extent.size_bytes)
+        self.allocator.give(address)
+        if address != layout.extent.address or self.allocator.large_bytes() != layout.expected_bytes:
             raise UnsteadyError("what is mapped is not what was mapped before")
 
     def _laid(self, layout: _Layout) -> Laid:

@@ -93,7 +93,10 @@ class Extent:
 
 
 def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Extent:
-    """What an allocation that fits nowhere maps: behind the lowest range with enough unmapped addresses behind it."""
+    """What an allocation that fits nowhere maps: behind the lowest range with enough unmapped addresses behind it.
+
+    Unmapped addresses before the first range, of which nothing tells, are left out.
+    """
     ordered = sorted(ranges)
     blocks = sorted(used.values())
     for i, (start, end) in enumerate(ordered):

@@ -130,6 +130,16 @@ def test_under_a_cap_nothing_is_given_back_any_more() -> None:
     assert laid.blocks.steered_steps == 3
 
 
+def test_room_below_everything_else_is_taken_as_it_comes() -> None:
+    loop = scattered()
+    loop.do((("early", 400.0), ("late weights", 30.0), ("early", 0.0)))
+    before = loop.steps(SETTLED_STEPS + 1)
+    loop.step()
+    assert loop.steps(3) < before
+    assert loop.blocks.laid is not None
+    assert loop.blocks.failures == 0
+
+
 def test_only_the_step_s_own_blocks_are_left() -> None:
     loop = scattered()
     loop.steps(WARM + 2)
