@@ -19,12 +19,10 @@ from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_a
 
 MAX_AGAIN = 40
 """How often the rest of a step is packed again, at most."""
-AGAIN_ROUNDS = 4
+AGAIN_ROUNDS = 50
 MAX_EXTENTS = 8
 EXTENT_SHARE = 0.004
 """How much more is mapped where a step does not fit into what its packing needs."""
-PACKED_LIVES = 30_000
-"""Lives that are placed for one packing, in all of its rounds."""
 
 Used = Mapping[Hashable, tuple[int, int]]
 Ranges = tuple[tuple[int, int], ...]
@@ -204,7 +202,6 @@ class _Problem:
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        rounds = min(rounds, PACKED_LIVES // max(1, len(free)))
         packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)

@@ -3,20 +3,23 @@
     lives (size, from, until) + blocks that lie fixed  ->  an address for each life, and how far they reach
 
 Greedy: in some order, each block goes to the lowest place that is free for all of its life. Several orders are tried;
-then what reaches farthest in the best one is placed earlier, again and again. The same lives give the same packing.
+then what stands in the way of the best one is placed earlier, again and again. The same lives give the same packing.
 """
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numba import njit
 from numpy.typing import NDArray
 
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
 
 NEVER = 1 << 62
-ROUNDS = 60
-"""Further tries of the best order, at most."""
+ROUNDS = 1500
+WORK = 150_000_000
+"""Further tries of the best order, at most: so many, and so many steps of the innermost loop."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
 
@@ -54,22 +57,53 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
     """Place lives at `base` or above, around what is fixed."""
     if not lives:
         return Packing((), 0)
-    field = _Field(fixed, base)
-    orders = [sorted(range(len(lives)), key=key) for key in _orders(lives)]
-    tried = [(field.place(lives, order), order) for order in orders]
-    best, order = min(tried, key=lambda item: item[0].top)
+    field = _Field(lives, fixed, base)
     enough = base + round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base))
-    current, around = best, order
-    for _ in range(rounds):
-        if best.top <= enough:
+    found, top = np.empty(0, np.int64), NEVER
+    for key in _orders(lives):
+        tried = np.array(sorted(range(len(lives)), key=key), np.int64)
+        addresses, reached = field.place(tried)
+        if reached < top:
+            found, top, best = addresses, reached, tried
+    order = best
+    draw = random.Random(0)
+    current, reached = found, top
+    rounds = min(rounds, WORK // len(lives) ** 2)
+    for number in range(rounds):
+        if top <= enough:
             break
-        highest = {i for i in order if current.addresses[i] + lives[i].size_bytes == current.top}
-        if around[: len(highest)] == sorted(highest, key=around.index):
-            break
-        around = [*(i for i in around if i in highest), *(i for i in around if i not in highest)]
-        current = field.place(lives, around)
-        best = min(best, current, key=lambda packing: packing.top)
-    return best
+        if number == rounds // 4:  # what moved everything in the way at once gets no further: one at a time
+            order, current, reached = best, found, top
+        is_whole = number < rounds // 4
+        tried = (
+            _highest_first(lives, order, current, reached)
+            if is_whole
+            else _earlier(lives, order, current, reached, draw)
+        )
+        addresses, higher = field.place(tried)
+        if higher <= reached or is_whole:
+            order, current, reached = tried, addresses, higher
+        if higher < top:
+            found, top, best = addresses, higher, tried
+    return Packing(tuple(found.tolist()), top)
+
+
+def _highest_first(lives: Sequence[Life], order: Ints, addresses: Ints, top: int) -> Ints:
+    """The order with all of the lives that reach farthest placed first."""
+    is_highest = np.array([addresses[i] + lives[i].size_bytes == top for i in order])
+    return np.concatenate([order[is_highest], order[~is_highest]])
+
+
+def _earlier(lives: Sequence[Life], order: Ints, addresses: Ints, top: int, draw: random.Random) -> Ints:
+    """The order with one of the lives that reach farthest, or one that meets it, placed earlier."""
+    highest = [i for i in order if addresses[i] + lives[i].size_bytes == top]
+    life = lives[draw.choice(highest)]
+    near = [k for k, i in enumerate(order) if lives[i].start < life.stop and lives[i].stop > life.start and k]
+    if not near:
+        return order
+    at = draw.choice(near)
+    to = draw.randrange(at)
+    return np.concatenate([order[:to], order[at : at + 1], order[to:at], order[at + 1 :]])
 
 
 def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
@@ -133,47 +167,54 @@ def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]
 
 
 class _Field:
-    """What is placed, sorted by address."""
+    """What lies fixed, sorted by address, and the lives that are placed around it."""
 
-    def __init__(self, fixed: Sequence[Fixed], base: int) -> None:
+    def __init__(self, lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> None:
         ordered = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
         self.base = base
-        self.fixed = (
-            np.array([f.address for f in ordered], np.int64),
-            np.array([f.address + f.size_bytes for f in ordered], np.int64),
-            np.array([f.start for f in ordered], np.int64),
-            np.array([f.stop for f in ordered], np.int64),
+        self.count = len(ordered)
+        room = len(ordered) + len(lives)
+        # Rows: first address, address behind, first event, event behind.
+        self.placed = np.empty((4, room), np.int64)
+        self.placed[:, : self.count] = (
+            np.array([(f.address, f.address + f.size_bytes, f.start, f.stop) for f in ordered], np.int64)
+            .reshape(-1, 4)
+            .T
         )
+        self.lives = np.array([(life.size_bytes, life.start, life.stop) for life in lives], np.int64)
 
-    def place(self, lives: Sequence[Life], order: Sequence[int]) -> Packing:
-        """Each life in turn, at the lowest place that is free for all of it."""
-        total = len(self.fixed[0]) + len(lives)
-        columns = [np.empty(total, np.int64) for _ in range(4)]
-        count = len(self.fixed[0])
-        for column, known in zip(columns, self.fixed, strict=True):
-            column[:count] = known
-        low, high, first, last = columns
-        addresses = [0] * len(lives)
-        top = 0
-        for i in order:
-            life = lives[i]
-            met = (first[:count] < life.stop) & (last[:count] > life.start)
-            address = self._lowest(low[:count][met], high[:count][met], life.size_bytes)
-            at = int(np.searchsorted(low[:count], address))
-            for column, value in zip(columns, (address, address + life.size_bytes, life.start, life.stop), strict=True):
-                column[at + 1 : count + 1] = column[at:count]
-                column[at] = value
-            count += 1
-            addresses[i] = address
-            top = max(top, address + life.size_bytes)
-        return Packing(tuple(addresses), top)
+    def place(self, order: Ints) -> tuple[Ints, int]:
+        """Each life in turn, at the lowest place that is free for all of it: addresses, and how far they reach."""
+        addresses = np.empty(len(order), np.int64)
+        top = _place(order, self.lives, self.placed.copy(), self.count, self.base, addresses)
+        return addresses, int(top)
 
-    def _lowest(self, low: Ints, high: Ints, size_bytes: int) -> int:
-        """The start of the first gap of a size between intervals that are sorted by where they begin."""
-        if not len(low):
-            return self.base
-        reached = np.maximum(np.maximum.accumulate(high), self.base)
-        if low[0] - self.base >= size_bytes:
-            return self.base
-        gaps = np.flatnonzero(low[1:] - reached[:-1] >= size_bytes)
-        return int(reached[gaps[0]] if len(gaps) else reached[-1])
+
+@njit(cache=True)
+def _place(order: Ints, lives: Ints, placed: Ints, count: int, base: int, addresses: Ints) -> int:
+    top = 0
+    for i in order:
+        size, start, stop = lives[i]
+        # The first gap of this size between what is met while it lives; `at`: where it stands among all.
+        reached = base
+        at = count
+        for k in range(count):
+            low = placed[0, k]
+            if low - reached >= size:
+                at = k
+                break
+            if placed[2, k] < stop and placed[3, k] > start and placed[1, k] > reached:
+                reached = placed[1, k]
+        else:
+            at = count
+        # What is not met may stand higher up than the gap: a gap before it need not be one before all that is met.
+        while at > 0 and placed[0, at - 1] > reached:
+            at -= 1
+        for row in range(4):
+            for k in range(count, at, -1):
+                placed[row, k] = placed[row, k - 1]
+        placed[0, at], placed[1, at], placed[2, at], placed[3, at] = reached, reached + size, start, stop
+        count += 1
+        addresses[i] = reached
+        top = max(top, reached + size)
+    return top
