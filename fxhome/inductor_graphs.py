@@ -194,7 +194,7 @@ def lower_and_check(
 def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs) -> PlacedBlocks | None:
     """Hooks in the graphs of a plan whose blocks the allocator would scatter, and a note of what is expected."""
     plan = planned.plan
-    if planned.is_baseline or planned.is_best_effort or planned.facts.planned_for != "cuda":
+    if not keeps_freed_blocks(planned):
         return None
     if known.reserved_bytes is None or known.packed_bytes is None:
         return None
@@ -220,6 +220,11 @@ def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> L
     return lowered
 
 
+def keeps_freed_blocks(planned: Planned) -> bool:
+    """Whether a plan's blocks can leave holes: only CUDA's allocator keeps what is freed. A baseline is left alone."""
+    return planned.facts.planned_for == "cuda" and not planned.is_baseline and not planned.is_best_effort
+
+
 def is_scattered(reserved_bytes: int, budget_bytes: int) -> bool:
     """Whether blocks are worth laying: left to itself, the allocator would take so much for them."""
     return reserved_bytes > reserved_limit(budget_bytes)
@@ -242,8 +247,7 @@ def check_for(planned: Planned, situation: Situation, *, closely: bool) -> Sched
         planned.workspace_by_node,
         room,
         room - behind,
-        # Only CUDA's allocator keeps what is freed.
-        reserved_limit_bytes=reserved if planned.facts.planned_for == "cuda" else None,
+        reserved_limit_bytes=reserved if keeps_freed_blocks(planned) else None,
         stops_scattered=closely,
     )
 

@@ -32,6 +32,8 @@ log = logging.getLogger("fxhome")
 SETTLED_STEPS = 2
 """Steps that are left alone before one is recorded: the first is metered, the optimizer's state appears behind it."""
 MAX_RECORDINGS = 3
+"""Recordings that may come to nothing, until so many steps went well one behind the other:"""
+LONG_RUN = 100
 MAX_FAILURES = 3
 """Steps one behind the other that did not go as planned, before another one is recorded."""
 MORE_SHARE = 0.05
@@ -103,7 +105,7 @@ class CudaAllocator:
         return bool(torch._C._cuda_isHistoryEnabled())
 
     def record(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, clear_history=True)
+        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", clear_history=True)
 
     def recorded(self) -> Sequence[Mapping[str, Any]]:
         entries: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][self.device]
@@ -177,6 +179,7 @@ class PlacedBlocks:
         self._is_clean = True
         self._in_a_row = 0
         self._restores = 0
+        self._clean_run = 0
         self._reserved_bytes = 0
         self._tick = self._previous_tick = 0
         self._layout: _Layout | None = None
@@ -314,6 +317,7 @@ class PlacedBlocks:
         _owner = weakref.ref(self)
         self._recordings += 1
         self._stream = self.allocator.stream()
+        self.allocator.snapshot(self._stream)  # nothing is recorded where nothing could be laid
         self._marks = []
         self._mode = _Mode.RECORDING
         self.allocator.record()
@@ -376,6 +380,9 @@ class PlacedBlocks:
             self._in_a_row = 0 if was_clean else self._in_a_row + 1
             self.failures += not was_clean
             self.steered_steps += was_clean
+            self._clean_run = self._clean_run + 1 if was_clean else 0
+            if self._clean_run == LONG_RUN:
+                self._recordings = 0
             if was_clean:
                 self._state = {key: place for key, place in self.laid.end.items() if isinstance(key, int)}
             elif self._state or self._in_a_row == MAX_FAILURES:

@@ -1,4 +1,4 @@
-"""Packing: no two blocks meet, nothing reaches farther than it must where that is known, and what is fixed lies still."""
+"""Packing: no two blocks meet, and nothing reaches farther than it must where that is known."""
 
 from __future__ import annotations
 

@@ -240,6 +240,18 @@ def test_memory_that_someone_gave_back_is_mapped_again() -> None:
     assert loop.steps(3) == 180 * MIB
 
 
+def test_an_evaluation_now_and_then_costs_one_mapping() -> None:
+    loop = scattered()
+    loop.steps(WARM)
+    for _ in range(10):
+        loop.do((("evaluation", 300.0), ("evaluation", 0.0)))
+        steered = loop.blocks.steered_steps
+        loop.steps(4)
+        assert loop.blocks.steered_steps == steered + 4
+    assert loop.blocks.failures == 0
+    assert len(loop.notes) == 1
+
+
 def test_who_empties_the_cache_in_every_step_is_left_alone() -> None:
     loop = scattered()
     for _ in range(40):
