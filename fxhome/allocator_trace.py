@@ -24,18 +24,28 @@ class UnsteadyError(Exception):
     """A step that tells nothing of the next one, with the reason."""
 
 
+class UnfinishedError(UnsteadyError):
+    """A step that leaves more than it found: more may belong to it."""
+
+
+class BeginsError(UnsteadyError):
+    """A step that leaves less than it found: it was the last part of one, and another begins here."""
+
+
 @dataclass(frozen=True)
 class RecordedStep:
     """Blocks that the step allocates are named 1, 2, ...; those that it frees and found there -1, -2, ...
 
     carried: those it found, and what it leaves in their place. left: (address, size in bytes) of the latter at the end
     of the step, by the names at the start of the next one. gives_back: the allocator unmapped pages meanwhile.
+    starts: bytes more than at its start that are allocated where each of its parts begins.
     """
 
     statements: tuple[Statement, ...]
     carried: Mapping[int, int]
     left: Mapping[int, tuple[int, int]]
     gives_back: bool
+    starts: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -68,15 +78,18 @@ def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int)
     return Snapshot(tuple(sorted(ranges)), used)
 
 
-def recorded_step(entries: Sequence[Mapping[str, Any]], hooks: Sequence[int | None], stream: int) -> RecordedStep:
+def recorded_step(
+    entries: Sequence[Mapping[str, Any]], hooks: Sequence[int | None], begins: Sequence[int], stream: int
+) -> RecordedStep:
     """The step between the first entry and the last. hooks: in the order of their markers; what follows one belongs to
-    it; None where what follows cannot be plugged. Raises UnsteadyError.
+    it; None where what follows cannot be plugged. begins: which of the markers stand where a further part of the step
+    begins. Raises UnsteadyError.
     """
     events: list[list[Event]] = [[]]
     alive: dict[int, Event] = {}
     found: dict[int, int] = {}
     requested: int | None = None
-    skip = 0
+    skip = made = 0
     for i, entry in enumerate(entries):
         action, address = entry["action"], int(entry["addr"])
         if skip:
@@ -92,19 +105,17 @@ def recorded_step(entries: Sequence[Mapping[str, Any]], hooks: Sequence[int | No
         if requested is not None and not (action == "free_completed" and address == requested):
             raise UnsteadyError("a block is freed later than it is given up")
         if action == "alloc":
-            name = sum(1 for group in events for event in group if event.size_bytes) + 1
-            alive[address] = Event(name, size)
+            made += 1
+            alive[address] = Event(made, size)
             events[-1].append(alive[address])
         elif action == "free_requested":
             requested = address
         elif action == "free_completed":
             requested = None
-            made = alive.pop(address, None)
-            if made is None:
+            known = alive.pop(address, None)
+            if known is None:
                 found[-len(found) - 1] = size
-                events[-1].append(Event(-len(found), 0))
-            else:
-                events[-1].append(Event(made.block, 0))
+            events[-1].append(Event(known.block if known is not None else -len(found), 0))
     if len(events) != len(hooks) + 1:
         raise UnsteadyError(f"{len(events) - 1} markers in the history of {len(hooks)} hooks")
     carried = _carried(found, {event.block: event.size_bytes for event in alive.values()})
@@ -113,7 +124,11 @@ def recorded_step(entries: Sequence[Mapping[str, Any]], hooks: Sequence[int | No
         Statement(hook, tuple(group)) for hook, group in zip([None, *hooks], events, strict=True) if group
     )
     left = {before: places[after] for before, after in carried.items()}
-    return RecordedStep(statements, carried, left, any(entry["action"] == "segment_unmap" for entry in entries))
+    gives_back = any(entry["action"] == "segment_unmap" for entry in entries)
+    size_of = found | {event.block: event.size_bytes for group in events for event in group if event.size_bytes}
+    changes = [sum(event.size_bytes or -size_of[event.block] for event in group) for group in events]
+    starts = tuple(sum(changes[: begin + 1]) for begin in begins)
+    return RecordedStep(statements, carried, left, gives_back, (0, *starts))
 
 
 def _is_marker(entries: Sequence[Mapping[str, Any]], i: int) -> bool:
@@ -127,17 +142,17 @@ def _is_marker(entries: Sequence[Mapping[str, Any]], i: int) -> bool:
 
 
 def _carried(found: Mapping[int, int], left: Mapping[int, int]) -> dict[int, int]:
-    """Pairs of equal size, in order. Raises UnsteadyError where a step leaves something else than it found."""
+    """Pairs of equal size, in order. Raises UnfinishedError or BeginsError where something is left over."""
     rest = dict(left)
     pairs: dict[int, int] = {}
     for before, size in found.items():
         after = next((name for name, other in rest.items() if other == size), None)
         if after is None:
-            raise UnsteadyError(f"a block of {size} bytes that the step frees is not made again by it")
+            raise BeginsError(f"a block of {size} bytes that the step frees is not made again by it")
         pairs[before] = after
         del rest[after]
     if rest:
-        raise UnsteadyError(
+        raise UnfinishedError(
             f"a block of {next(iter(rest.values()))} bytes that the step makes is still there behind it"
         )
     return pairs

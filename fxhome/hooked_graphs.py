@@ -9,7 +9,8 @@ from typing import Any
 from torch.fx.graph_module import GraphModule
 
 from fxhome.generated_code import HookError, generated, hook
-from fxhome.placed_blocks import Allocator, PlacedBlocks
+from fxhome.placed_blocks import PlacedBlocks
+from fxhome.raw_allocator import Allocator
 
 log = logging.getLogger("fxhome")
 

@@ -24,7 +24,8 @@ from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite
 from fxhome.passes.recorded_layouts import keep_recorded_layouts
 from fxhome.passes.torch_compat import copy_dynamo_module
-from fxhome.placed_blocks import CudaAllocator, PlacedBlocks
+from fxhome.placed_blocks import PlacedBlocks
+from fxhome.raw_allocator import CudaAllocator
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")

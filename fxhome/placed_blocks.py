@@ -1,6 +1,7 @@
 """Lay the blocks of a step where they fit: record one, pack it, steer all that follow.
 
-    enter (forward)  waiting -> a settled step is recorded -> packed -> steered, as long as steps start alike
+    enter (forward)  waiting -> a settled step is recorded -> packed -> steered, as long as steps start alike;
+                     a forward and backward that leaves gradients is one of several that are recorded together
     at(i)            steered: plugs before statement i, given back behind it; recorded: a marker
     leave            every plug goes back, whatever happened
 
@@ -16,15 +17,16 @@ import itertools
 import logging
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
-from fxhome.allocator_trace import MARK_BYTES, RecordedStep, Snapshot, UnsteadyError, recorded_step, snapshot_of
+from fxhome.allocator_trace import MARK_BYTES, BeginsError, RecordedStep, UnfinishedError, UnsteadyError, recorded_step
 from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, Plugs, lay, lay_anew
+from fxhome.raw_allocator import Allocator
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
@@ -38,79 +40,10 @@ MAX_FAILURES = 3
 """Steps one behind the other that did not go as planned, before another one is recorded."""
 MORE_SHARE = 0.05
 """How much more than the recorded step took, which had to give back what did not fit, a layout may take."""
+MAX_TOGETHER = 16
+"""Forwards and backwards that are recorded as one step, where each adds to the gradients of the one before."""
 MAX_STATES = 4
 """Different starts of a step (batches that take turns, say) that are laid out."""
-
-
-class Allocator(Protocol):
-    """What laying needs of an allocator."""
-
-    def take(self, size_bytes: int) -> int:
-        """Allocate raw memory on the current stream. Raises torch.OutOfMemoryError."""
-
-    def give(self, address: int) -> None:
-        """Free it."""
-
-    def stream(self) -> int:
-        """The current stream, or -1 where another device is the current one."""
-
-    def large_bytes(self) -> tuple[int, int]:
-        """(allocated, reserved) for large blocks of all streams."""
-
-    def snapshot(self, stream: int) -> Snapshot:
-        """What is mapped and in use. Raises UnsteadyError."""
-
-    def empty_cache(self) -> None:
-        """Give back every page that holds nothing."""
-
-    def is_recorded(self) -> bool:
-        """Whether anyone records the history."""
-
-    def record(self) -> None:
-        """Record the history from here on."""
-
-    def recorded(self) -> Sequence[Mapping[str, Any]]:
-        """What was recorded; recording ends."""
-
-
-class CudaAllocator:
-    """torch's caching allocator on one CUDA device."""
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.give: Callable[[int], None] = torch._C._cuda_cudaCachingAllocator_raw_delete
-
-    def take(self, size_bytes: int) -> int:
-        return int(
-            torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, torch._C._cuda_getCurrentRawStream(self.device))
-        )
-
-    def stream(self) -> int:
-        if torch._C._cuda_getDevice() != self.device:
-            return -1
-        return int(torch._C._cuda_getCurrentRawStream(self.device))
-
-    def large_bytes(self) -> tuple[int, int]:
-        stats: Any = torch._C._cuda_memoryStats(self.device)
-        allocated, reserved = (stats[name]["large_pool"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
-        return int(allocated), int(reserved)
-
-    def snapshot(self, stream: int) -> Snapshot:
-        return snapshot_of(torch.cuda.memory._snapshot()["segments"], self.device, stream)
-
-    def empty_cache(self) -> None:
-        torch.cuda.empty_cache()
-
-    def is_recorded(self) -> bool:
-        return bool(torch._C._cuda_isHistoryEnabled())
-
-    def record(self) -> None:
-        torch.cuda.memory._record_memory_history(enabled="all", context=None, stacks="python", clear_history=True)
-
-    def recorded(self) -> Sequence[Mapping[str, Any]]:
-        entries: Sequence[Mapping[str, Any]] = torch.cuda.memory._snapshot()["device_traces"][self.device]
-        torch.cuda.memory._record_memory_history(enabled=None, clear_history=True)
-        return entries
 
 
 class _Mode(Enum):
@@ -173,6 +106,8 @@ class PlacedBlocks:
         self._table: list[Plugs | None] | None = None
         self._held: list[int] = []
         self._marks: list[int | None] | None = None
+        self._begins: list[int] = []
+        self._part = 0
         self._steps = 0
         self._recordings = 0
         self._stream = 0
@@ -196,8 +131,12 @@ class PlacedBlocks:
             if plugs is not None:
                 self._plug(plugs)
         elif self._marks is not None:
-            self._marks.append(hook)
-            self.allocator.give(self.allocator.take(MARK_BYTES))
+            self._mark(self._part * self.hooks + hook)
+
+    def _mark(self, hook: int | None) -> None:
+        assert self._marks is not None
+        self._marks.append(hook)
+        self.allocator.give(self.allocator.take(MARK_BYTES))
 
     def forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The forward's callable, told where it begins and ends."""
@@ -238,8 +177,7 @@ class PlacedBlocks:
             self._disturb()
         else:
             if self._marks is not None:
-                self._marks.append(None)
-                self.allocator.give(self.allocator.take(MARK_BYTES))
+                self._mark(None)
                 _, self._reserved_bytes = self.allocator.large_bytes()
             if phase is _Phase.BACKWARD:
                 self._steps += 1
@@ -273,7 +211,7 @@ class PlacedBlocks:
         self._phase = _Phase.IDLE
         if self._marks is not None:
             self._marks = None
-            self.allocator.recorded()
+            self.allocator.stop()
             self._mode = _Mode.WAITING
 
     # Between two steps.
@@ -300,6 +238,10 @@ class PlacedBlocks:
             self._give_up("no packing of its blocks was found that takes less")
         except torch.OutOfMemoryError:
             self._give_up("the room for its blocks was not to be had at once")
+        except Exception as error:
+            # Steps run as well without: a mistake in here must not end a training.
+            log.exception("fxhome: laying blocks failed")
+            self._give_up(f"{type(error).__name__}: {error}")
 
     def _wait(self) -> None:
         global _owner
@@ -318,15 +260,30 @@ class PlacedBlocks:
         self._recordings += 1
         self._stream = self.allocator.stream()
         self.allocator.snapshot(self._stream)  # nothing is recorded where nothing could be laid
-        self._marks = []
+        self._marks, self._begins, self._part = [], [], 0
         self._mode = _Mode.RECORDING
         self.allocator.record()
 
     def _finish_recording(self) -> None:
-        marks, self._marks = self._marks, None
+        marks = self._marks
         assert marks is not None
-        self._mode = _Mode.WAITING
-        step = recorded_step(self.allocator.recorded(), marks, self._stream)
+        try:
+            step = recorded_step(self.allocator.history(), marks, self._begins, self._stream)
+        except UnfinishedError:
+            if len(self._begins) + 1 < MAX_TOGETHER:
+                self._begins.append(len(marks))
+                self._part += 1
+                self._mark(None)
+                return
+            self._stop_recording()
+            raise
+        except UnsteadyError as error:
+            self._stop_recording()
+            if isinstance(error, BeginsError) and self._recordings < MAX_RECORDINGS:
+                self._wait()
+                return
+            raise
+        self._stop_recording()
         if self.allocator.stream() != self._stream:
             raise UnsteadyError("its stream is another one every time")
         before_bytes = self._reserved_bytes
@@ -339,6 +296,11 @@ class PlacedBlocks:
             f"blocks are laid: the allocator takes {format_bytes(after_bytes)} for large ones; it took "
             f"{format_bytes(before_bytes)}"
         )
+
+    def _stop_recording(self) -> None:
+        self._marks = None
+        self._mode = _Mode.WAITING
+        self.allocator.stop()
 
     def _establish(self, step: RecordedStep) -> None:
         """Give back what is free, pack the step on what is left, and make room for it in one piece."""
@@ -377,36 +339,55 @@ class PlacedBlocks:
         layout = self._layout
         assert layout is not None
         if self.laid is not None:
-            self._in_a_row = 0 if was_clean else self._in_a_row + 1
-            self.failures += not was_clean
-            self.steered_steps += was_clean
-            self._clean_run = self._clean_run + 1 if was_clean else 0
-            if self._clean_run == LONG_RUN:
-                self._recordings = 0
-            if was_clean:
-                self._state = {key: place for key, place in self.laid.end.items() if isinstance(key, int)}
-            elif self._state or self._in_a_row == MAX_FAILURES:
-                raise UnsteadyError("blocks went elsewhere than planned")
-        self.laid = None
+            self._judge(was_clean, layout)
+        is_known = self.laid is not None  # this is another part of a step that is being steered
+        if not is_known:
+            self._part = 0
         if _is_paused or self.allocator.stream() != self._stream:
+            self.laid = None
             if self._state:
                 raise UnsteadyError("a step was left alone")
             return
         allocated_bytes, reserved_bytes = self.allocator.large_bytes()
-        if allocated_bytes != layout.expected_bytes[0]:
+        if allocated_bytes != layout.expected_bytes[0] + layout.step.starts[self._part]:
+            self.laid = None
             self._in_a_row += 1
-            if self._state or self._in_a_row == MAX_FAILURES:
+            if allocated_bytes < layout.expected_bytes[0] and not is_known:
+                # Steps begin before what was recorded: with gradients that are dropped, say.
+                self._again("steps begin otherwise than the one that was recorded")
+                self._steps = SETTLED_STEPS
+                self._wait()
+            elif self._state or self._in_a_row == MAX_FAILURES * len(layout.step.starts):
                 raise UnsteadyError("something else is alive at the start of a step")
             return
-        if reserved_bytes == layout.expected_bytes[1]:
-            self._restores = 0
+        if not is_known:
+            if reserved_bytes == layout.expected_bytes[1]:
+                self._restores = 0
+            else:
+                self._restore(layout)
+            self.laid = self._laid(layout)
+        assert self.laid is not None
+        first = self._part * self.hooks
+        self._table = [self.laid.plugs.get(hook) for hook in range(first, first + self.hooks)]
+
+    def _judge(self, was_clean: bool, layout: _Layout) -> None:
+        """What became of the part that was steered last: `laid` stays where the next one belongs to the same step."""
+        assert self.laid is not None
+        self._in_a_row = 0 if was_clean else self._in_a_row + 1
+        self.failures += not was_clean
+        self.steered_steps += was_clean
+        self._clean_run = self._clean_run + 1 if was_clean else 0
+        if self._clean_run == LONG_RUN:
+            self._recordings = 0
+        if not was_clean:
+            if self._state or self._in_a_row == MAX_FAILURES:
+                raise UnsteadyError("blocks went elsewhere than planned")
+            self.laid = None
+        elif self._part + 1 < len(layout.step.starts):
+            self._part += 1
         else:
-            self._restore(layout)
-        self.laid = self._laid(layout)
-        table: list[Plugs | None] = [None] * self.hooks
-        for hook, plugs in self.laid.plugs.items():
-            table[hook] = plugs
-        self._table = table
+            self._state = {key: place for key, place in self.laid.end.items() if isinstance(key, int)}
+            self.laid = None
 
     def _restore(self, layout: _Layout) -> None:
         """Someone gave memory back, or took more: start again from what the layout started from."""

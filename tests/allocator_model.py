@@ -20,7 +20,7 @@ SMALL_BASE = 1 << 50
 
 
 class ModelAllocator:
-    """The Allocator protocol of fxhome/placed_blocks.py. `cap_bytes`: what it may reserve."""
+    """The Allocator protocol of fxhome/raw_allocator.py. `cap_bytes`: what it may reserve."""
 
     def __init__(self, cap_bytes: int | None = None, base_page: int = 3) -> None:
         self.base_page = base_page
@@ -150,7 +150,9 @@ class ModelAllocator:
     def record(self) -> None:
         self.entries = []
 
-    def recorded(self) -> Sequence[Mapping[str, Any]]:
+    def history(self) -> Sequence[Mapping[str, Any]]:
         assert self.entries is not None
-        found, self.entries = self.entries, None
-        return found
+        return list(self.entries)
+
+    def stop(self) -> None:
+        self.entries = None

@@ -36,7 +36,7 @@ def _entry(action: str, address: int, size: int, stream: int = 0) -> Entry:
 
 
 def test_statements_lie_between_their_markers() -> None:
-    step = recorded_step(entries("9+3 9- ! 5+30 ! 6+2 5- ! 6-"), [0, 1, None], 0)
+    step = recorded_step(entries("9+3 9- ! 5+30 ! 6+2 5- ! 6-"), [0, 1, None], [], 0)
     assert step.statements == (
         Statement(None, (Event(1, 3 * MIB), Event(1, 0))),
         Statement(0, (Event(2, 30 * MIB),)),
@@ -49,23 +49,32 @@ def test_statements_lie_between_their_markers() -> None:
 
 def test_small_blocks_and_other_streams_are_left_out() -> None:
     found = [*entries("! 5+1 6+0.2"), _entry("alloc", 9, 40 * MIB, stream=3), _entry("segment_map", 7, 20 * MIB)]
-    assert recorded_step(found, [0], 0).statements == ()
+    assert recorded_step(found, [0], [], 0).statements == ()
 
 
 def test_sizes_are_what_the_allocator_rounds_them_to() -> None:
-    (statement,) = recorded_step([*entries("!"), _entry("alloc", 5, 3 * MIB + 1), *entries("5-")], [0], 0).statements
+    (statement,) = recorded_step(
+        [*entries("!"), _entry("alloc", 5, 3 * MIB + 1), *entries("5-")], [0], [], 0
+    ).statements
     assert statement.events[0] == Event(1, 3 * MIB + 512)
 
 
 def test_what_was_there_before_is_carried_by_what_is_left() -> None:
-    step = recorded_step(entries("! 4- 5+7 6+9 6-"), [0], 0)
+    step = recorded_step(entries("! 4- 5+7 6+9 6-"), [0], [], 0)
     assert step.carried == {-1: 1}
     assert step.left == {-1: (5, 7 * MIB)}
     assert step.statements[0].events[0] == Event(-1, 0)
 
 
+def test_parts_of_a_step_begin_with_what_the_ones_before_left() -> None:
+    found = entries("! 5+30 6+4 5- ! ! 5+30 5- ! 6-")
+    step = recorded_step(found, [0, None, 10, None], [1], 0)
+    assert step.starts == (0, 4 * MIB)
+    assert step.carried == {}
+
+
 def test_memory_that_was_given_back_meanwhile_is_told() -> None:
-    assert recorded_step([*entries("!"), _entry("segment_unmap", 7, 20 * MIB)], [0], 0).gives_back
+    assert recorded_step([*entries("!"), _entry("segment_unmap", 7, 20 * MIB)], [0], [], 0).gives_back
 
 
 @pytest.mark.parametrize(
@@ -78,12 +87,12 @@ def test_memory_that_was_given_back_meanwhile_is_told() -> None:
 )
 def test_steps_that_tell_nothing_of_the_next_one(text: str, why: str) -> None:
     with pytest.raises(UnsteadyError, match=why):
-        recorded_step(entries(text), [0], 0)
+        recorded_step(entries(text), [0], [], 0)
 
 
 def test_a_block_that_waits_for_another_stream_is_not_steady() -> None:
     with pytest.raises(UnsteadyError, match="later than it is given up"):
-        recorded_step([*entries("! 5+30"), _entry("free_requested", 5, 30 * MIB), *entries("6+2")], [0], 0)
+        recorded_step([*entries("! 5+30"), _entry("free_requested", 5, 30 * MIB), *entries("6+2")], [0], [], 0)
 
 
 def segment(**more: Any) -> dict[str, Any]:

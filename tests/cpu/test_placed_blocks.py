@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxhome import placed_blocks
-from fxhome.placed_blocks import MAX_FAILURES, MAX_RECORDINGS, SETTLED_STEPS, PlacedBlocks, unsteered
+from fxhome.placed_blocks import MAX_FAILURES, MAX_RECORDINGS, MAX_TOGETHER, SETTLED_STEPS, PlacedBlocks, unsteered
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20
@@ -176,6 +176,41 @@ def test_a_batch_that_takes_turns_with_the_one_before() -> None:
     assert loop.blocks.steered_steps == 6
 
 
+def test_gradients_that_are_added_up_over_several_backwards() -> None:
+    loop = scattered()
+    first = loop.backward[0]
+
+    def three() -> None:
+        loop.do((("g", 0.0),))
+        loop.backward[0] = (*first, ("g", 12.0))
+        loop.step()
+        for _ in range(2):
+            loop.backward[0] = (*first, ("more", 12.0), ("more", 0.0))
+            loop.step()
+        loop.do((("state", 40.0), ("state", 0.0)))
+
+    for _ in range(6):
+        three()
+    assert loop.blocks.laid is not None
+    steered, failures, reserved = loop.blocks.steered_steps, loop.blocks.failures, loop.allocator.reserved
+    loop.allocator.most_reserved = 0
+    for _ in range(3):
+        three()
+    assert (loop.blocks.steered_steps, loop.blocks.failures) == (steered + 9, failures)
+    assert loop.allocator.most_reserved == reserved < 260 * MIB
+    assert set(loop.allocator.used) == {loop.alive["weights"], loop.alive["g"]}
+
+
+def test_a_mistake_in_laying_ends_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise KeyError("a mistake")
+
+    monkeypatch.setattr(placed_blocks, "lay_anew", fail)
+    loop = scattered()
+    loop.steps(WARM + 2)
+    assert loop.notes == ["blocks are left to the allocator: KeyError: 'a mistake'"]
+
+
 def test_an_exception_in_the_middle_gives_every_plug_back() -> None:
     loop = scattered()
     loop.steps(WARM)
@@ -282,7 +317,7 @@ def test_steps_that_never_repeat_themselves_are_given_up() -> None:
 
 def test_a_step_that_leaves_more_each_time_is_not_laid() -> None:
     loop = scattered()
-    for number in range(8 * MAX_RECORDINGS):
+    for number in range((MAX_TOGETHER + 3) * MAX_RECORDINGS):
         loop.behind = ((f"kept {number}", 3.0),)
         loop.step()
     assert loop.notes == ["blocks are left to the allocator: a block of 3145728 bytes that the step makes is still "
