@@ -318,7 +318,7 @@ class PlacedBlocks:
         extent, laid = lay_anew(step.statements, shown.ranges, kept | self._state, step.carried)
         mapped_bytes = sum(end - start for start, end in extent.ranges)
         if mapped_bytes >= self._reserved_bytes and not step.gives_back:
-            raise NoRoomError(mapped_bytes - self._reserved_bytes)
+            raise NoRoomError
         if mapped_bytes > self._reserved_bytes * (1 + MORE_SHARE):
             raise UnsteadyError(f"{format_bytes(mapped_bytes)} would be needed with what happens between its steps")
         address = self.allocator.take(extent.size_bytes)

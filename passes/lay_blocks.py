@@ -17,12 +17,14 @@ from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
 from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_alive, pack
 
-MAX_AGAIN = 40
+MAX_AGAIN = 200
 """How often the rest of a step is packed again, at most."""
 AGAIN_ROUNDS = 50
-MAX_EXTENTS = 8
+MAX_EXTENTS = 9
 EXTENT_SHARE = 0.004
-"""How much more is mapped where a step does not fit into what its packing needs."""
+"""How much more is mapped where a step does not fit into what its packing needs; then twice that, and so on."""
+CLOSE_SHARE = 0.004
+"""Extents so close to one that is too small are not looked for."""
 
 Used = Mapping[Hashable, tuple[int, int]]
 Ranges = tuple[tuple[int, int], ...]
@@ -74,11 +76,7 @@ class Laid:
 
 
 class NoRoomError(Exception):
-    """A step does not fit into what is mapped. missing_bytes: how much more is worth a try."""
-
-    def __init__(self, missing_bytes: int) -> None:
-        super().__init__(f"{missing_bytes} bytes more")
-        self.missing_bytes = missing_bytes
+    """A step does not fit into what is mapped."""
 
 
 @dataclass(frozen=True)
@@ -126,19 +124,36 @@ def lay_anew(
     """
     ranges = tuple(ranges)
     problem = _Problem(step, used, carried)
-    size_bytes = max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0))
-    missing = 0
+    size_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
+    step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
+    too_small = 0
+    best: tuple[Extent, Laid] | None = None
     for attempt in range(MAX_EXTENTS):
-        extent = grown(ranges, used, -(-size_bytes // PAGE_BYTES) * PAGE_BYTES)
+        extent = grown(ranges, used, size_bytes)
         packing = problem.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS)
         missing = packing.top - extent.ranges[-1][1]
         if missing <= 0:
             try:
-                return extent, problem.laid(extent.ranges, packing)
-            except NoRoomError as error:
-                missing = error.missing_bytes
-        size_bytes = extent.size_bytes + max(missing, PAGE_BYTES)
-    raise NoRoomError(missing)
+                best = extent, problem.laid(extent.ranges, packing)
+            except NoRoomError:
+                missing = step_bytes
+                step_bytes *= 2
+        if missing > 0:
+            too_small = size_bytes
+        if best is None:
+            size_bytes += _whole_pages(missing)
+            continue
+        # Between what was too small and what was not.
+        size_bytes = _whole_pages((too_small + best[0].size_bytes) // 2)
+        if not too_small or best[0].size_bytes - too_small <= max(PAGE_BYTES, CLOSE_SHARE * size_bytes):
+            break
+    if best is None:
+        raise NoRoomError
+    return best
+
+
+def _whole_pages(size_bytes: int) -> int:
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def lay(step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]) -> Laid:
@@ -235,7 +250,7 @@ class _Problem:
                 taken = _plug(heap, [(event, targets[event.block]) for event in made])
                 if taken.takes:
                     plugs[statement.hook] = taken
-            deviates = False
+            deviating: list[int] = []
             for event in statement.events:
                 number += 1
                 if not event.size_bytes:
@@ -243,16 +258,16 @@ class _Problem:
                     continue
                 address = heap.take(event.block, event.size_bytes)
                 if address is None:
-                    raise NoRoomError(max(PAGE_BYTES, int(EXTENT_SHARE * (ranges[-1][1] - ranges[0][0]))))
-                deviates = deviates or address != targets[event.block]
-                targets[event.block] = address
+                    raise NoRoomError
+                if address != targets[event.block]:
+                    targets[event.block] = address
+                    deviating.append(event.block)
             if taken is not None:
                 for i in range(len(taken.takes)):
                     if i not in taken.stand_ins:
                         heap.give(_plug_key(i))
-            if deviates and again < MAX_AGAIN:
-                again += 1
-                self._pack_rest(heap, ranges, targets, number)
+            if deviating and again < MAX_AGAIN:
+                again += self._pack_rest(heap, ranges, targets, number, deviating)
         end = {key: place for key, place in heap.used.items() if not isinstance(key, int) or key not in self.life_of}
         names = {after: before for before, after in self.carried.items()}
         end |= {names.get(key, key): heap.used[key] for key in self.life_of if key in heap.used}
@@ -281,20 +296,27 @@ class _Problem:
                 found.append(Fixed(address, size, -1, self.stops.get(key, self.total)))
         return found
 
-    def _pack_rest(self, heap: Heap, ranges: Ranges, targets: dict[int, int], number: int) -> None:
-        """New places for what is not allocated yet: for what lies where another block is now, or for all of it."""
+    def _pack_rest(
+        self, heap: Heap, ranges: Ranges, targets: dict[int, int], number: int, deviating: Sequence[int]
+    ) -> bool:
+        """New places for what is not allocated yet: for what lies where a block went that was to lie elsewhere, or for
+        all of it. False where nothing was in the way.
+        """
         rest = [block for block in self.blocks if self.life_of[block].start >= number]
-        there = self._there(heap, ranges)
         planned = {block: self._as_fixed(block, targets[block]) for block in rest}
-        moved = [block for block in rest if any(_meet(planned[block], other) for other in there)]
+        intruders = [self._as_fixed(block, targets[block]) for block in deviating]
+        moved = {block for block in rest if any(_meet(planned[block], other) for other in intruders)}
         if not moved:
-            return
-        others = [fixed for block, fixed in planned.items() if block not in set(moved)]
-        packed = pack([self.life_of[block] for block in moved], [*there, *others], ranges[0][0], 0)
+            return False
+        there = self._there(heap, ranges)
+        others = [fixed for block, fixed in planned.items() if block not in moved]
+        order = list(moved)
+        packed = pack([self.life_of[block] for block in order], [*there, *others], ranges[0][0], 0)
         if packed.top > ranges[-1][1]:
-            moved = rest
-            packed = pack([self.life_of[block] for block in rest], there, ranges[0][0], AGAIN_ROUNDS)
-        targets.update(zip(moved, packed.addresses, strict=True))
+            order = rest
+            packed = pack([self.life_of[block] for block in order], there, ranges[0][0], AGAIN_ROUNDS)
+        targets.update(zip(order, packed.addresses, strict=True))
+        return True
 
     def _as_fixed(self, block: int, address: int) -> Fixed:
         life = self.life_of[block]

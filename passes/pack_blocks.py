@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
 
 NEVER = 1 << 62
-ROUNDS = 1500
-WORK = 150_000_000
+ROUNDS = 500
+WORK = 80_000_000
 """Further tries of the best order, at most: so many, and so many steps of the innermost loop."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""

@@ -13,7 +13,8 @@ from fxhome import inner_inductor
 from fxhome.inductor_graphs import LoweredGraphs, reserved_limit
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
-from fxhome.passes.inductor_check import LayoutError
+from fxhome.passes.allocator import Allocation
+from fxhome.passes.inductor_check import LayoutError, ScatteredError, ScheduleCheck
 from fxhome.passes.pipeline import Planned, Situation
 
 BUDGET = 10 << 30
@@ -88,6 +89,30 @@ def test_the_closest_of_all_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     _, _, lowered = run(monkeypatch, [2 * BUDGET, None])
     assert lowered == [0]
+
+
+def tenant() -> list[Allocation]:
+    """Best fit needs 220 MiB; laid where they fit, blocks need 140."""
+    words = "a+100 b+20 a- c+20 d+100 d- c- b-".split()
+    return [Allocation(word[0], int(word[2:]) << 20 if word[1] == "+" else 0) for word in words]
+
+
+@pytest.mark.parametrize(("limit_mib", "stops", "packed_mib"), [(300, True, 220), (150, True, 140), (100, False, 140)])
+def test_blocks_that_can_be_laid_are_close_enough(limit_mib: int, stops: bool, packed_mib: int) -> None:
+    check = ScheduleCheck((), {}, reserved_limit_bytes=limit_mib << 20, stops_scattered=stops)
+    half = tenant()
+    check._reserve(half[:4], is_backward=False)
+    check._reserve(half[4:], is_backward=True)
+    assert check.reserved_bytes == 220 << 20
+    assert check.packed_bytes == packed_mib << 20
+
+
+def test_blocks_that_cannot_be_laid_close_enough_stop_the_lowering() -> None:
+    check = ScheduleCheck((), {}, reserved_limit_bytes=100 << 20)
+    check._reserve([], is_backward=False)
+    with pytest.raises(ScatteredError) as found:
+        check._reserve(tenant(), is_backward=True)
+    assert found.value.reserved_bytes == 140 << 20
 
 
 def test_what_the_allocator_will_take_is_remembered() -> None:
