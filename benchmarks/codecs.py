@@ -129,7 +129,8 @@ class Bench:
             "exponent", f"{len(activations.tensors)} saved bf16 tensors after training", loss=activations.loss,
             ratio=plain_bytes / observed, plain_mib=plain_bytes >> 20,
         )  # fmt: skip
-        flat = torch.cat([tensor.view(-1) for tensor in activations.tensors])[: self.size_bytes // 2].contiguous()
+        # A storage of its own: whole storages are moved.
+        flat = torch.cat([tensor.view(-1) for tensor in activations.tensors])[: self.size_bytes // 2].clone()
         del activations
         self.dense_tensor = flat
         self.transfers("exponent", "trained bf16", "exponent", flat)

@@ -104,13 +104,17 @@ class TimingCache:
     """Measured operator times of one device and set of versions, kept in one JSON file."""
 
     def __init__(self, profile: DeviceProfile, directory: Path | None = None) -> None:
-        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|2".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|4".encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"ops-{profile.kind}-{key}.json"
         self.entries: dict[str, OpTiming] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Add what the file has by now: other processes measure, too."""
         if self.path.exists():
             try:
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
-                self.entries = {name: OpTiming(float(t), int(w)) for name, (t, w) in stored.items()}
+                self.entries |= {name: OpTiming(float(t), int(w)) for name, (t, w) in stored.items()}
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 log.warning("%s cannot be read (%s); operators are measured again", self.path, error)
 
@@ -238,11 +242,18 @@ def integer_rate(profile: DeviceProfile) -> float:
 
 
 def _measure_missing(wanted: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: TimingCache, device_type: str) -> None:
-    missing = {signature: call for signature, call in wanted.items() if signature not in cache.entries}
-    if not missing:
+    if wanted.keys() <= cache.entries.keys():
         return
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    with measuring_turn(device), outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
+    with measuring_turn(device):
+        cache.read()
+        missing = {signature: call for signature, call in wanted.items() if signature not in cache.entries}
+        _measure(missing, cache, device)
+        cache.save()
+
+
+def _measure(missing: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: TimingCache, device: torch.device) -> None:
+    with outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
         for signature, (node, args) in missing.items():
             if device.type == "cuda" and 2 * example_bytes(node) > allocatable_bytes(device):
                 log.info("'%s' (%s) was not timed: too little memory is left", node.name, node.target)
@@ -254,4 +265,3 @@ def _measure_missing(wanted: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: 
                 # Out of memory, or an operator that refuses invented inputs: it is costed by bytes and says so.
                 log.info("'%s' (%s) was not timed: %s", node.name, node.target, str(error).splitlines()[0])
             advance()
-    cache.save()

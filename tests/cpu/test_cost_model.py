@@ -122,6 +122,16 @@ def test_a_damaged_cache_is_measured_again_and_another_device_has_its_own(tmp_pa
         assert TimingCache(PROFILE, tmp_path).entries == {}
 
 
+def test_two_processes_that_measure_at_a_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    first, second = TimingCache(PROFILE, tmp_path), TimingCache(PROFILE, tmp_path)
+    first.entries["a"] = OpTiming(1.0, 2)
+    first.save()
+    second.read()
+    second.entries["b"] = OpTiming(3.0, 4)
+    second.save()
+    assert TimingCache(PROFILE, tmp_path).entries == {"a": OpTiming(1.0, 2), "b": OpTiming(3.0, 4)}
+
+
 def test_signatures_tell_layouts_and_constants_apart() -> None:
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x @ weight
