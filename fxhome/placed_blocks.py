@@ -363,6 +363,9 @@ class PlacedBlocks:
         if not is_known:
             if reserved_bytes == layout.expected_bytes[1]:
                 self._restores = 0
+            elif self.allocator.snapshot(self._stream).ranges == layout.extent.ranges:
+                # Another stream's segments have grown or shrunk.
+                layout.expected_bytes = (allocated_bytes, reserved_bytes)
             else:
                 self._restore(layout)
             self.laid = self._laid(layout)

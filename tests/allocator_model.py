@@ -32,6 +32,7 @@ class ModelAllocator:
         self.most_reserved = 0
         self.entries: list[dict[str, Any]] | None = None
         self.others_record = False
+        self.other_streams_bytes = 0
 
     @property
     def reserved(self) -> int:
@@ -138,7 +139,7 @@ class ModelAllocator:
         return STREAM
 
     def large_bytes(self) -> tuple[int, int]:
-        return sum(self.used.values()), self.reserved
+        return sum(self.used.values()), self.reserved + self.other_streams_bytes
 
     def snapshot(self, stream: int) -> Snapshot:
         assert stream == STREAM

@@ -275,6 +275,16 @@ def test_memory_that_someone_gave_back_is_mapped_again() -> None:
     assert loop.steps(3) == 180 * MIB
 
 
+def test_what_other_streams_map_changes_nothing() -> None:
+    loop = scattered()
+    loop.steps(WARM)
+    for number in range(2 * MAX_FAILURES):
+        loop.allocator.other_streams_bytes = (number % 3) * PAGE
+        loop.step()
+    assert (loop.blocks.steered_steps, loop.blocks.failures) == (2 * MAX_FAILURES, 0)
+    assert len(loop.notes) == 1
+
+
 def test_an_evaluation_now_and_then_costs_one_mapping() -> None:
     loop = scattered()
     loop.steps(WARM)
