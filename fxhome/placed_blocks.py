@@ -403,8 +403,9 @@ class PlacedBlocks:
         self.allocator.empty_cache()
         address = self.allocator.take(layout.extent.size_bytes)
         self.allocator.give(address)
-        if address != layout.extent.address or self.allocator.large_bytes() != layout.expected_bytes:
+        if address != layout.extent.address or self.allocator.snapshot(self._stream).ranges != layout.extent.ranges:
             raise UnsteadyError("what is mapped is not what was mapped before")
+        layout.expected_bytes = self.allocator.large_bytes()
 
     def _laid(self, layout: _Layout) -> Laid:
         layout = self._layout or layout
