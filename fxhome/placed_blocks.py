@@ -15,17 +15,16 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
-import time
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from fxhome.allocator_trace import MARK_BYTES, BeginsError, RecordedStep, UnfinishedError, UnsteadyError, recorded_step
-from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, Plugs, lay, lay_anew
+from fxhome.allocator_trace import MARK_BYTES, BeginsError, UnfinishedError, UnsteadyError, recorded_step
+from fxhome.block_layout import Layout, establish
+from fxhome.passes.lay_blocks import Laid, NoRoomError, Plugs
 from fxhome.raw_allocator import Allocator
 from fxhome.units import format_bytes
 
@@ -38,12 +37,8 @@ MAX_RECORDINGS = 3
 LONG_RUN = 100
 MAX_FAILURES = 3
 """Steps one behind the other that did not go as planned, before another one is recorded."""
-MORE_SHARE = 0.05
-"""How much more than the recorded step took, which had to give back what did not fit, a layout may take."""
 MAX_TOGETHER = 16
 """Forwards and backwards that are recorded as one step, where each adds to the gradients of the one before."""
-MAX_STATES = 4
-"""Different starts of a step (batches that take turns, say) that are laid out."""
 
 
 class _Mode(Enum):
@@ -58,17 +53,6 @@ class _Phase(Enum):
     FORWARD = auto()
     BETWEEN = auto()
     BACKWARD = auto()
-
-
-@dataclass
-class _Layout:
-    """What steering follows: the step, its extent, and a table of plugs for each state that a step may start from."""
-
-    step: RecordedStep
-    extent: Extent
-    kept: dict[Any, tuple[int, int]]
-    expected_bytes: tuple[int, int]
-    tables: dict[frozenset[tuple[int, tuple[int, int]]], Laid] = field(default_factory=dict)
 
 
 _ticks = itertools.count(1)
@@ -117,7 +101,7 @@ class PlacedBlocks:
         self._clean_run = 0
         self._reserved_bytes = 0
         self._tick = self._previous_tick = 0
-        self._layout: _Layout | None = None
+        self._layout: Layout | None = None
         self._state: dict[int, tuple[int, int]] = {}
 
     # What the generated code calls.
@@ -288,8 +272,7 @@ class PlacedBlocks:
             raise UnsteadyError("its stream is another one every time")
         before_bytes = self._reserved_bytes
         self._state = dict(step.left)
-        self._establish(step)
-        assert self._layout is not None
+        self._layout = establish(self.allocator, self._stream, step, self._state, before_bytes)
         _, after_bytes = self._layout.expected_bytes
         self._mode = _Mode.STEERING
         self.tell(
@@ -301,39 +284,6 @@ class PlacedBlocks:
         self._marks = None
         self._mode = _Mode.WAITING
         self.allocator.stop()
-
-    def _establish(self, step: RecordedStep) -> None:
-        """Give back what is free, pack the step on what is left, and make room for it in one piece."""
-        begin = time.perf_counter()
-        self.allocator.empty_cache()
-        shown = self.allocator.snapshot(self._stream)
-        carried = {place[0]: name for name, place in self._state.items()}
-        if any(shown.used.get(address) != size for address, size in self._state.values()):
-            raise UnsteadyError("what a step leaves is not where it was left")
-        kept: dict[Any, tuple[int, int]] = {
-            ("kept", address): (address, size) for address, size in shown.used.items() if address not in carried
-        }
-        if not shown.ranges:
-            raise UnsteadyError("nothing is resident on its stream")
-        extent, laid = lay_anew(step.statements, shown.ranges, kept | self._state, step.carried)
-        mapped_bytes = sum(end - start for start, end in extent.ranges)
-        if mapped_bytes >= self._reserved_bytes and not step.gives_back:
-            raise NoRoomError
-        if mapped_bytes > self._reserved_bytes * (1 + MORE_SHARE):
-            raise UnsteadyError(f"{format_bytes(mapped_bytes)} would be needed with what happens between its steps")
-        address = self.allocator.take(extent.size_bytes)
-        self.allocator.give(address)
-        ranges = self.allocator.snapshot(self._stream).ranges
-        if (address, ranges) != (extent.address, extent.ranges):
-            # There were unmapped addresses that nothing told of, below everything else.
-            extent = Extent(extent.size_bytes, address, ranges)
-            laid = lay(step.statements, ranges, kept | self._state, step.carried)
-        self._layout = _Layout(step, extent, kept, self.allocator.large_bytes())
-        self._layout.tables[self._key()] = laid
-        log.debug("fxhome: blocks laid in %.2f s: %s", time.perf_counter() - begin, format_bytes(laid.mapped_bytes))
-
-    def _key(self) -> frozenset[tuple[int, tuple[int, int]]]:
-        return frozenset(self._state.items())
 
     def _steer(self, was_clean: bool) -> None:
         layout = self._layout
@@ -361,19 +311,28 @@ class PlacedBlocks:
                 raise UnsteadyError("something else is alive at the start of a step")
             return
         if not is_known:
-            if reserved_bytes == layout.expected_bytes[1]:
+            if reserved_bytes == layout.expected_bytes[1] or layout.is_mapped():
                 self._restores = 0
-            elif self.allocator.snapshot(self._stream).ranges == layout.extent.ranges:
-                # Another stream's segments have grown or shrunk.
-                layout.expected_bytes = (allocated_bytes, reserved_bytes)
             else:
-                self._restore(layout)
-            self.laid = self._laid(layout)
+                layout = self._restored(layout)
+            self.laid = layout.laid(self._state)
         assert self.laid is not None
         first = self._part * self.hooks
         self._table = [self.laid.plugs.get(hook) for hook in range(first, first + self.hooks)]
 
-    def _judge(self, was_clean: bool, layout: _Layout) -> None:
+    def _restored(self, layout: Layout) -> Layout:
+        """Someone gave memory back, or took more: start again from what the layout started from."""
+        self._restores += 1
+        if self._restores > MAX_FAILURES:
+            raise UnsteadyError("the allocator takes or gives back memory between steps")
+        if self._state:
+            layout = establish(self.allocator, self._stream, layout.step, self._state, self._reserved_bytes)
+        else:
+            layout.restore()
+        self._layout = layout
+        return layout
+
+    def _judge(self, was_clean: bool, layout: Layout) -> None:
         """What became of the part that was steered last: `laid` stays where the next one belongs to the same step."""
         assert self.laid is not None
         self._in_a_row = 0 if was_clean else self._in_a_row + 1
@@ -391,32 +350,6 @@ class PlacedBlocks:
         else:
             self._state = {key: place for key, place in self.laid.end.items() if isinstance(key, int)}
             self.laid = None
-
-    def _restore(self, layout: _Layout) -> None:
-        """Someone gave memory back, or took more: start again from what the layout started from."""
-        self._restores += 1
-        if self._restores > MAX_FAILURES:
-            raise UnsteadyError("the allocator takes or gives back memory between steps")
-        if self._state:
-            self._establish(layout.step)
-            return
-        self.allocator.empty_cache()
-        address = self.allocator.take(layout.extent.size_bytes)
-        self.allocator.give(address)
-        if address != layout.extent.address or self.allocator.snapshot(self._stream).ranges != layout.extent.ranges:
-            raise UnsteadyError("what is mapped is not what was mapped before")
-        layout.expected_bytes = self.allocator.large_bytes()
-
-    def _laid(self, layout: _Layout) -> Laid:
-        layout = self._layout or layout
-        known = layout.tables.get(self._key())
-        if known is None:
-            if len(layout.tables) == MAX_STATES:
-                raise UnsteadyError("what a step leaves lies elsewhere every time")
-            used = layout.kept | self._state
-            known = lay(layout.step.statements, layout.extent.ranges, used, layout.step.carried)
-            layout.tables[self._key()] = known
-        return known
 
     def _again(self, reason: str) -> None:
         """Record another step, unless enough were."""

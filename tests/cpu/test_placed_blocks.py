@@ -11,7 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fxhome import placed_blocks
+from fxhome import block_layout, placed_blocks
 from fxhome.placed_blocks import MAX_FAILURES, MAX_RECORDINGS, MAX_TOGETHER, SETTLED_STEPS, PlacedBlocks, unsteered
 from tests.allocator_model import PAGE, ModelAllocator
 
@@ -205,7 +205,7 @@ def test_a_mistake_in_laying_ends_no_training(monkeypatch: pytest.MonkeyPatch) -
     def fail(*_: object) -> None:
         raise KeyError("a mistake")
 
-    monkeypatch.setattr(placed_blocks, "lay_anew", fail)
+    monkeypatch.setattr(block_layout, "lay_anew", fail)
     loop = scattered()
     loop.steps(WARM + 2)
     assert loop.notes == ["blocks are left to the allocator: KeyError: 'a mistake'"]
