@@ -39,6 +39,7 @@ class Layout:
     extent: Extent
     kept: Mapping[Hashable, tuple[int, int]]
     expected_bytes: tuple[int, int]
+    spare_bytes: int
     tables: dict[frozenset[tuple[int, tuple[int, int]]], Laid] = field(default_factory=dict)
 
     def laid(self, state: State) -> Laid:
@@ -48,7 +49,13 @@ class Layout:
         if known is None:
             if len(self.tables) == MAX_STATES:
                 raise UnsteadyError("what a step leaves lies elsewhere every time")
-            known = lay(self.step.statements, self.extent.ranges, _together(self.kept, state), self.step.carried)
+            known = lay(
+                self.step.statements,
+                self.extent.ranges,
+                _together(self.kept, state),
+                self.step.carried,
+                self.spare_bytes,
+            )
             self.tables[key] = known
         return known
 
@@ -62,8 +69,7 @@ class Layout:
     def restore(self) -> None:
         """Map again what is to be mapped, where a step starts from what nobody frees. Raises UnsteadyError."""
         self.allocator.empty_cache()
-        address = self.allocator.take(self.extent.size_bytes)
-        self.allocator.give(address)
+        address = self.allocator.map(self.extent.size_bytes)
         if address != self.extent.address or not self.is_mapped():
             raise UnsteadyError("what is mapped is not what was mapped before")
 
@@ -75,11 +81,13 @@ def _together(kept: Mapping[Hashable, tuple[int, int]], state: State) -> dict[Ha
     return found
 
 
-def establish(allocator: Allocator, stream: int, step: RecordedStep, state: State, recorded_bytes: int) -> Layout:
+def establish(
+    allocator: Allocator, stream: int, step: RecordedStep, state: State, recorded_bytes: int, spare_bytes: int
+) -> Layout:
     """Give back what is free, pack the step on what is left, and make room for it in one piece.
 
-    recorded_bytes: what the recorded step had reserved. Raises UnsteadyError, NoRoomError (also where nothing would be
-    won), torch.OutOfMemoryError.
+    recorded_bytes: what the recorded step had reserved. spare_bytes: see `lay`. Raises UnsteadyError, NoRoomError (also
+    where nothing would be won), torch.OutOfMemoryError.
     """
     begin = time.perf_counter()
     allocator.empty_cache()
@@ -92,17 +100,17 @@ def establish(allocator: Allocator, stream: int, step: RecordedStep, state: Stat
     kept: dict[Hashable, tuple[int, int]] = {
         ("kept", address): (address, size) for address, size in shown.used.items() if address not in carried
     }
-    extent, laid = lay_anew(step.statements, shown.ranges, _together(kept, state), step.carried)
+    extent, laid = lay_anew(step.statements, shown.ranges, _together(kept, state), step.carried, spare_bytes)
     if laid.mapped_bytes >= recorded_bytes and not step.gives_back:
         raise NoRoomError
     if laid.mapped_bytes > recorded_bytes * (1 + MORE_SHARE):
         raise UnsteadyError(f"{format_bytes(laid.mapped_bytes)} would be needed with what happens between its steps")
-    address = allocator.take(extent.size_bytes)
-    allocator.give(address)
+    address = allocator.map(extent.size_bytes)
     ranges = allocator.snapshot(stream).ranges
     if (address, ranges) != (extent.address, extent.ranges):
         # There were unmapped addresses that nothing told of, below everything else.
         extent = Extent(extent.size_bytes, address, ranges)
-        laid = lay(step.statements, ranges, _together(kept, state), step.carried)
+        laid = lay(step.statements, ranges, _together(kept, state), step.carried, spare_bytes)
     log.debug("fxhome: blocks laid in %.2f s: %s", time.perf_counter() - begin, format_bytes(laid.mapped_bytes))
-    return Layout(allocator, stream, step, extent, kept, allocator.large_bytes(), {frozenset(state.items()): laid})
+    tables = {frozenset(state.items()): laid}
+    return Layout(allocator, stream, step, extent, kept, allocator.large_bytes(), spare_bytes, tables)

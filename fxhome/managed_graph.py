@@ -46,6 +46,9 @@ CPU_SCAN_EVERY = 16
 RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
 
+SPARED_BYTES = 8 << 20
+"""Of what a plan stays below its budget, this much is not taken for plugs: small blocks vary from step to step."""
+
 
 @dataclass(eq=False)
 class Variant:
@@ -65,6 +68,7 @@ class Variant:
             # Weakly: the compiled graphs hold the blocks, and the variant the graphs.
             variant = weakref.ref(self)
             self.blocks.is_settled = lambda: (own := variant()) is not None and own.metered
+            self.blocks.spare_bytes = lambda: _spare_bytes(variant())
             self.blocks.tell = lambda text: _add_note(variant(), text)
 
     def fits(self, resident_bytes: int) -> bool:
@@ -75,6 +79,15 @@ class Variant:
         return (
             grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
         )
+
+
+def _spare_bytes(variant: Variant | None) -> int:
+    """How far below its budget a plan stays."""
+    plan = variant.plan if variant is not None else None
+    if plan is None:
+        return 0
+    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0)
+    return max(0, plan.budget_bytes - peak_bytes - SPARED_BYTES)
 
 
 def _add_note(variant: Variant | None, text: str) -> None:

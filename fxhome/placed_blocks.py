@@ -7,7 +7,8 @@
 
 Nothing but the places of blocks changes: a plug is never written to. A step that is not what was recorded (an address
 that is not the planned one, an exception, a forward without its backward) is left alone from there on. What the
-allocator's counters call allocated holds the plugs as well, for as long as the host needs to issue one statement.
+allocator's counters call allocated holds the plugs as well, for as long as the host needs to issue one statement: there
+are never more of them than the budget has room for.
 """
 
 from __future__ import annotations
@@ -74,13 +75,15 @@ def unsteered() -> Iterator[None]:
 
 class PlacedBlocks:
     """Steers the steps of one compiled plan, whose statements are `hooks` many. `is_settled` tells when steps may be
-    recorded; `tell` gets one line that says what came of it.
+    recorded; `spare_bytes` by how much plugs may raise what is allocated at the worst moment of a step; `tell` gets one
+    line that says what came of it.
     """
 
     def __init__(self, allocator: Allocator) -> None:
         self.allocator = allocator
         self.hooks = 0
         self.is_settled: Callable[[], bool] = lambda: True
+        self.spare_bytes: Callable[[], int] = lambda: 0
         self.tell: Callable[[str], None] = lambda _: None
         self.laid: Laid | None = None
         self.failures = 0
@@ -272,7 +275,7 @@ class PlacedBlocks:
             raise UnsteadyError("its stream is another one every time")
         before_bytes = self._reserved_bytes
         self._state = dict(step.left)
-        self._layout = establish(self.allocator, self._stream, step, self._state, before_bytes)
+        self._layout = establish(self.allocator, self._stream, step, self._state, before_bytes, self.spare_bytes())
         _, after_bytes = self._layout.expected_bytes
         self._mode = _Mode.STEERING
         self.tell(
@@ -326,7 +329,9 @@ class PlacedBlocks:
         if self._restores > MAX_FAILURES:
             raise UnsteadyError("the allocator takes or gives back memory between steps")
         if self._state:
-            layout = establish(self.allocator, self._stream, layout.step, self._state, self._reserved_bytes)
+            layout = establish(
+                self.allocator, self._stream, layout.step, self._state, self._reserved_bytes, self.spare_bytes()
+            )
         else:
             layout.restore()
         self._layout = layout

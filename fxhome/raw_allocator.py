@@ -22,6 +22,11 @@ class Allocator(Protocol):
     def give(self, address: int) -> None:
         """Free it."""
 
+    def map(self, size_bytes: int) -> int:
+        """Take one block and give it back, so that its pages stay mapped; its address. No counter of a peak shows it.
+        Raises torch.OutOfMemoryError.
+        """
+
     def stream(self) -> int:
         """The current stream, or -1 where another device is the current one."""
 
@@ -58,6 +63,15 @@ class CudaAllocator:
         return int(
             torch._C._cuda_cudaCachingAllocator_raw_alloc(size_bytes, torch._C._cuda_getCurrentRawStream(self.device))
         )
+
+    def map(self, size_bytes: int) -> int:
+        before_bytes = torch.cuda.max_memory_allocated(self.device)
+        address = self.take(size_bytes)
+        self.give(address)
+        if torch.cuda.max_memory_allocated(self.device) > before_bytes:
+            # The step that follows takes as much as the ones before, so a peak that is read later is that of a step.
+            torch.cuda.reset_peak_memory_stats(self.device)
+        return address
 
     def stream(self) -> int:
         if torch._C._cuda_getDevice() != self.device:

@@ -9,6 +9,8 @@ where best fit puts it. The result is what the model of the allocator (best_fit.
 a block cannot be sent to its place, the rest is packed again around the place that it gets.
 """
 
+import contextlib
+from bisect import bisect_left
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +22,9 @@ from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_a
 MAX_AGAIN = 200
 """How often the rest of a step is packed again, at most."""
 AGAIN_ROUNDS = 50
+MAX_SEEDS = 12
+ENOUGH_SHARE = 0.02
+"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once."""
 MAX_EXTENTS = 9
 EXTENT_SHARE = 0.004
 """How much more is mapped where a step does not fit into what its packing needs; then twice that, and so on."""
@@ -116,36 +121,25 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
 
 
 def lay_anew(
-    step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]
+    step: Sequence[Statement],
+    ranges: Iterable[tuple[int, int]],
+    used: Used,
+    carried: Mapping[int, int],
+    spare_bytes: int = 0,
 ) -> tuple[Extent, Laid]:
     """Lay a step on what is in use, with one extent behind it that is as small as this finds.
 
-    ranges: what stays mapped once all free pages are given back. carried: see `lay`. Raises NoRoomError.
+    ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. Raises NoRoomError.
     """
     ranges = tuple(ranges)
-    problem = _Problem(step, used, carried)
-    size_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
-    step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
-    too_small = 0
+    problem = _Problem(step, used, carried, spare_bytes)
+    least_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
     best: tuple[Extent, Laid] | None = None
-    for attempt in range(MAX_EXTENTS):
-        extent = grown(ranges, used, size_bytes)
-        packing = problem.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS)
-        missing = packing.top - extent.ranges[-1][1]
-        if missing <= 0:
-            try:
-                best = extent, problem.laid(extent.ranges, packing)
-            except NoRoomError:
-                missing = step_bytes
-                step_bytes *= 2
-        if missing > 0:
-            too_small = size_bytes
-        if best is None:
-            size_bytes += _whole_pages(missing)
-            continue
-        # Between what was too small and what was not.
-        size_bytes = _whole_pages((too_small + best[0].size_bytes) // 2)
-        if not too_small or best[0].size_bytes - too_small <= max(PAGE_BYTES, CLOSE_SHARE * size_bytes):
+    for seed in range(MAX_SEEDS):
+        found = problem.laid_anew(ranges, least_bytes, seed)
+        if found is not None and (best is None or found[0].size_bytes < best[0].size_bytes):
+            best = found
+        if best is not None and best[0].size_bytes <= least_bytes * (1 + ENOUGH_SHARE):
             break
     if best is None:
         raise NoRoomError
@@ -156,25 +150,37 @@ def _whole_pages(size_bytes: int) -> int:
     return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
-def lay(step: Sequence[Statement], ranges: Iterable[tuple[int, int]], used: Used, carried: Mapping[int, int]) -> Laid:
+def lay(
+    step: Sequence[Statement],
+    ranges: Iterable[tuple[int, int]],
+    used: Used,
+    carried: Mapping[int, int],
+    spare_bytes: int = 0,
+) -> Laid:
     """Lay a step on what is in use and mapped at its start.
 
     carried: of blocks that the step frees and did not allocate, those that took their place, by their names; what is
-    carried lies as far as possible where it lay before. Raises NoRoomError.
+    carried lies as far as possible where it lay before. spare_bytes: how much more than at the step's own worst moment
+    may be in use at once, plugs included. Raises NoRoomError.
     """
     ranges = tuple(sorted(ranges))
-    problem = _Problem(step, used, carried)
-    return problem.laid(ranges, problem.packing(ranges))
+    problem = _Problem(step, used, carried, spare_bytes)
+    for seed in range(MAX_SEEDS):
+        with contextlib.suppress(NoRoomError):
+            return problem.laid(ranges, problem.packing(ranges, seed=seed))
+    raise NoRoomError
 
 
 class _Problem:
     """The lives of one step. Event numbers are positions in the whole of it."""
 
-    def __init__(self, step: Sequence[Statement], used: Used, carried: Mapping[int, int]) -> None:
+    def __init__(self, step: Sequence[Statement], used: Used, carried: Mapping[int, int], spare_bytes: int) -> None:
         self.step = step
         self.used = used
         self.carried = carried
         self.total = sum(len(statement.events) for statement in step)
+        self.most_bytes = max(peak for _, peak in _in_use(step, used)) + spare_bytes
+        """What may be in use at once, plugs included: the allocator's counters do not tell them from tensors."""
         starts: dict[int, tuple[int, int]] = {}
         self.stops: dict[int, int] = {}
         self.steered: set[int] = set()
@@ -207,7 +213,33 @@ class _Problem:
         kept = [place for key, place in self.used.items() if not isinstance(key, int) or key not in self.stops]
         return [*found, *(Fixed(address, size) for address, size in kept)]
 
-    def packing(self, ranges: Ranges, rounds: int = ROUNDS) -> Packing:
+    def laid_anew(self, ranges: Ranges, least_bytes: int, seed: int) -> tuple[Extent, Laid] | None:
+        """With an extent of that size or of more, looked for between what is too small and what is not."""
+        size_bytes = least_bytes
+        step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
+        too_small = 0
+        best: tuple[Extent, Laid] | None = None
+        for attempt in range(MAX_EXTENTS):
+            extent = grown(ranges, self.used, size_bytes)
+            packing = self.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS, seed)
+            missing = packing.top - extent.ranges[-1][1]
+            if missing <= 0:
+                try:
+                    best = extent, self.laid(extent.ranges, packing)
+                except NoRoomError:
+                    missing = step_bytes
+                    step_bytes *= 2
+            if missing > 0:
+                too_small = size_bytes
+            if best is None:
+                size_bytes += _whole_pages(missing)
+                continue
+            size_bytes = _whole_pages((too_small + best[0].size_bytes) // 2)
+            if not too_small or best[0].size_bytes - too_small <= max(PAGE_BYTES, CLOSE_SHARE * size_bytes):
+                break
+        return best
+
+    def packing(self, ranges: Ranges, rounds: int = ROUNDS, seed: int = 0) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
         pinned = self._pinned()
@@ -217,7 +249,7 @@ class _Problem:
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds)
+        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds, seed)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
         return Packing(tuple(found[block] for block in self.blocks), max(tops, default=0))
@@ -240,14 +272,15 @@ class _Problem:
         plugs: dict[int, Plugs] = {}
         again = 0
         number = 0
-        for statement in self.step:
+        for statement, (in_use, peak) in zip(self.step, _in_use(self.step, self.used), strict=True):
             made = [event for event in statement.events if event.size_bytes]
             taken: Plugs | None = None
             if made and statement.hook is not None:
                 for event in made:
                     if not _is_reachable(heap, targets[event.block], event.size_bytes):
                         self._place_elsewhere(heap, ranges, targets, event.block, number)
-                taken = _plug(heap, [(event, targets[event.block]) for event in made])
+                room = self.most_bytes - in_use, self.most_bytes - peak
+                taken = _plug(heap, [(event, targets[event.block]) for event in made], *room)
                 if taken.takes:
                     plugs[statement.hook] = taken
             deviating: list[int] = []
@@ -343,12 +376,37 @@ def _plug_key(i: int) -> tuple[str, int]:
     return ("plug", i)
 
 
-def _plug(heap: Heap, made: Sequence[tuple[Event, int]]) -> Plugs:
-    """What to take so that each allocation goes to its place, as far as that can be done; the plugs are left taken."""
+def _in_use(step: Sequence[Statement], used: Used) -> list[tuple[int, int]]:
+    """Bytes in use before each statement, and at its worst moment."""
+    sizes = {key: size for key, (_, size) in used.items()}
+    now = sum(sizes.values())
+    found = []
+    for statement in step:
+        before = peak = now
+        for event in statement.events:
+            if event.size_bytes:
+                sizes[event.block] = event.size_bytes
+                now += event.size_bytes
+            else:
+                now -= sizes.pop(event.block)
+            peak = max(peak, now)
+        found.append((before, peak))
+    return found
+
+
+def _plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, during_bytes: int) -> Plugs:
+    """What to take so that each allocation goes to its place, as far as that can be done; the plugs are left taken.
+
+    before_bytes, during_bytes: what may be taken in all before the statement, and held while it runs.
+    """
     takes: list[tuple[int, int]] = []
     stand_ins: list[int] = []
 
-    def take(size_bytes: int) -> bool:
+    def take(size_bytes: int, is_stand_in: bool = False) -> bool:
+        taken_bytes = sum(size for size, _ in takes)
+        held_bytes = taken_bytes - sum(takes[i][0] for i in stand_ins)
+        if taken_bytes + size_bytes > before_bytes or (not is_stand_in and held_bytes + size_bytes > during_bytes):
+            return False
         address = heap.take(_plug_key(len(takes)), size_bytes)
         if address is None:
             return False
@@ -361,7 +419,7 @@ def _plug(heap: Heap, made: Sequence[tuple[Event, int]]) -> Plugs:
             for i in reversed(range(before, len(takes))):
                 heap.give(_plug_key(i))
             del takes[before:]
-        if k + 1 < len(made) and take(event.size_bytes):
+        if k + 1 < len(made) and take(event.size_bytes, True):
             stand_ins.append(len(takes) - 1)
     for i in stand_ins:
         heap.give(_plug_key(i))
@@ -377,14 +435,21 @@ def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]
         start, size = hole
         if start == target:
             return True
-        wanted = size
+        wanted = _least_plug(heap, size, size_bytes)
         if start < target and target + size_bytes <= start + size:
             spacer = target - start
             if spacer <= SMALL_BYTES:
                 return False
             lies = heap.best(spacer)
             assert lies is not None, "the hole itself has room"
-            wanted = spacer if lies[0] == start else lies[1]
+            wanted = spacer if lies[0] == start else _least_plug(heap, lies[1], spacer)
         if not take(wanted):
             return False
     return False
+
+
+def _least_plug(heap: Heap, hole_bytes: int, refused_bytes: int) -> int:
+    """The smallest plug that goes to the hole of a size and leaves less of it than would be refused."""
+    i = bisect_left(heap.holes, (hole_bytes, 0))
+    smaller = heap.holes[i - 1][0] if i else 0
+    return min(hole_bytes, max(hole_bytes - refused_bytes, smaller, SMALL_BYTES) + GRANULE_BYTES)

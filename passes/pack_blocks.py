@@ -53,8 +53,8 @@ class Packing:
     top: int
 
 
-def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int = ROUNDS) -> Packing:
-    """Place lives at `base` or above, around what is fixed."""
+def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int = ROUNDS, seed: int = 0) -> Packing:
+    """Place lives at `base` or above, around what is fixed. Another seed gives another packing that is as good."""
     if not lives:
         return Packing((), 0)
     field = _Field(lives, fixed, base)
@@ -66,7 +66,7 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
         if reached < top:
             found, top, best = addresses, reached, tried
     order = best
-    draw = random.Random(0)
+    draw = random.Random(seed)
     current, reached = found, top
     rounds = min(rounds, WORK // len(lives) ** 2)
     for number in range(rounds):

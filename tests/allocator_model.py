@@ -30,6 +30,7 @@ class ModelAllocator:
         self.small: set[int] = set()
         self.remaps = 0
         self.most_reserved = 0
+        self.most_allocated = 0
         self.entries: list[dict[str, Any]] | None = None
         self.others_record = False
         self.other_streams_bytes = 0
@@ -37,6 +38,13 @@ class ModelAllocator:
     @property
     def reserved(self) -> int:
         return len(self.pages) * PAGE
+
+    def map(self, size_bytes: int) -> int:
+        before = self.most_allocated
+        address = self.take(size_bytes)
+        self.give(address)
+        self.most_allocated = before
+        return address
 
     def ranges(self) -> list[tuple[int, int]]:
         found: list[tuple[int, int]] = []
@@ -69,6 +77,7 @@ class ModelAllocator:
             address = self._large(size)
             self.used[address] = size
         self.most_reserved = max(self.most_reserved, self.reserved)
+        self.most_allocated = max(self.most_allocated, sum(self.used.values()))
         self._note("alloc", address, size_bytes)
         return address
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Sequence
 
@@ -53,8 +54,7 @@ def used_by(model: ModelAllocator) -> dict[object, tuple[int, int]]:
 
 def established(step: Sequence[Statement], model: ModelAllocator) -> Laid:
     extent, laid = lay_anew(step, model.ranges(), used_by(model), {})
-    assert model.take(extent.size_bytes) == extent.address
-    model.give(extent.address)
+    assert model.map(extent.size_bytes) == extent.address
     assert tuple(model.ranges()) == extent.ranges == laid.ranges
     return laid
 
@@ -148,7 +148,13 @@ def test_random_steps_are_steered_as_planned_and_map_nothing(seed: int) -> None:
     laid = established(step, model)
     reserved = model.reserved
     assert reserved == laid.mapped_bytes
+    alive = most = sum(model.used.values())
+    sizes = {event.block: event.size_bytes for event in itertools.chain(*events) if event.size_bytes}
+    for event in itertools.chain(*events):
+        alive += event.size_bytes or -sizes[event.block]
+        most = max(most, alive)
     for _ in range(2):
         steered(step, model, laid)
         assert model.reserved == reserved
         assert len(model.used) == 1
+    assert model.most_allocated == most

@@ -397,6 +397,7 @@ def test_random_steps_take_what_was_promised_and_never_more_than_before(seed: in
     loop = Loop(allocator, [tuple(s) for s in body[:half]], [tuple(s) for s in body[half:]])
     loop.do((("weights", 30.0),))
     before = loop.steps(SETTLED_STEPS + 1)
+    most_allocated = allocator.most_allocated
     loop.step()
     if loop.blocks.laid is None:
         assert loop.notes == ["blocks are left to the allocator: no packing of its blocks was found that takes less"]
@@ -404,6 +405,7 @@ def test_random_steps_take_what_was_promised_and_never_more_than_before(seed: in
     most = loop.steps(3)
     assert most < before
     assert most == loop.blocks.laid.mapped_bytes
+    assert allocator.most_allocated == most_allocated, "no counter shows a plug"
     assert loop.blocks.failures == 0
     assert loop.blocks.steered_steps == 3
     assert set(allocator.used) == {loop.alive["weights"]}
