@@ -29,6 +29,7 @@ from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks
+from fxhome.placed_blocks import PlacedBlocks
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
@@ -45,16 +46,30 @@ CPU_SCAN_EVERY = 16
 RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
 
+SPARED_BYTES = 8 << 20
+"""Of what a plan stays below its budget, this much is not taken for plugs: small blocks vary from step to step."""
+
 
 @dataclass(eq=False)
 class Variant:
-    """One compiled plan. `planned` is None for a graph without a backward."""
+    """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where that is worth
+    it.
+    """
 
     call: Callable[..., Any]
     situation: Situation
     planned: Planned | None
     plan: Plan | None
     metered: bool = False
+    blocks: PlacedBlocks | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            # Weakly: the compiled graphs hold the blocks, and the variant the graphs.
+            variant = weakref.ref(self)
+            self.blocks.is_settled = lambda: (own := variant()) is not None and own.metered
+            self.blocks.spare_bytes = lambda: _spare_bytes(variant())
+            self.blocks.tell = lambda text: _add_note(variant(), text)
 
     def fits(self, resident_bytes: int) -> bool:
         """Whether the promise still holds when this much is resident at the entry of the forward."""
@@ -64,6 +79,20 @@ class Variant:
         return (
             grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
         )
+
+
+def _spare_bytes(variant: Variant | None) -> int:
+    """How far below its budget a plan stays."""
+    plan = variant.plan if variant is not None else None
+    if plan is None:
+        return 0
+    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0)
+    return max(0, plan.budget_bytes - peak_bytes - SPARED_BYTES)
+
+
+def _add_note(variant: Variant | None, text: str) -> None:
+    if variant is not None and variant.plan is not None:
+        variant.plan = replace(variant.plan, notes=(*variant.plan.notes, text))
 
 
 class Session:
