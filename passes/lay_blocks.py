@@ -179,7 +179,7 @@ class _Problem:
         self.used = used
         self.carried = carried
         self.total = sum(len(statement.events) for statement in step)
-        self.most_bytes = max(peak for _, peak in _in_use(step, used)) + spare_bytes
+        self.most_bytes = max((peak for _, peak in _in_use(step, used)), default=0) + spare_bytes
         """What may be in use at once, plugs included: the allocator's counters do not tell them from tensors."""
         starts: dict[int, tuple[int, int]] = {}
         self.stops: dict[int, int] = {}
