@@ -122,7 +122,7 @@ class ManagedGraph:
         self._settled_bytes: int | None = None
         self._first_resident = 0
         self._replan = False
-        self.ends_in_graph_break = False
+        self.may_be_followed = False
         self._joined = self.was_joined = False
         self._last: Session | None = None
         self._seen_outside = 0
@@ -152,7 +152,7 @@ class ManagedGraph:
             # Rounded, so that a second process makes the same plan and finds it in the caches.
             resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
-            leave_room=self.shares_budget and (self.ends_in_graph_break or self.was_joined) and not self._joined,
+            leave_room=self._leaves_room,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
@@ -326,14 +326,21 @@ class ManagedGraph:
             session.peak_bytes = session.meter.peak_bytes
         else:
             return
+        left_room = self._leaves_room
         self._learn(session)
-        ledger.note_backward_done(self)
+        if not ledger.note_backward_done(self) and left_room and not self.was_joined:
+            # No other graph came after it in this step: it has the budget for itself.
+            self.join(0)
 
     @property
     def shares_budget(self) -> bool:
         """Whether the budget is one number of bytes for the process; a share is each graph's own."""
         budget = self.options.memory_budget
         return budget is None or budget.bytes is not None
+
+    @property
+    def _leaves_room(self) -> bool:
+        return self.shares_budget and (self.may_be_followed or self.was_joined) and not self._joined
 
     @property
     def is_pending(self) -> bool:
