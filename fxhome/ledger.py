@@ -65,9 +65,14 @@ def plans() -> list[Plan]:
     return [replace(plan, notes=(*plan.notes, *codec_sites.notes(plan.graph_fingerprint))) for plan in found]
 
 
+def pending_before(graph: ManagedGraph) -> list[ManagedGraph]:
+    """The other graphs on the device whose backward is outstanding: they are part of the same step."""
+    return [other for other in graphs() if other is not graph and other.device == graph.device and other.is_pending]
+
+
 def note_forward(graph: ManagedGraph) -> None:
-    """Tell that `graph` starts a forward: graphs whose backward is outstanding are part of the same step."""
-    ahead = [other for other in graphs() if other is not graph and other.device == graph.device and other.is_pending]
+    """Tell that `graph` starts a forward: it belongs to one step with the graphs that are pending before it."""
+    ahead = pending_before(graph)
     if not ahead:
         return
     with _lock:

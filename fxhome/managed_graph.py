@@ -28,7 +28,7 @@ from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
-from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks
+from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
@@ -187,13 +187,14 @@ class ManagedGraph:
         with _planning:
             variant = self._choose(resident)
         session = self._open(variant, resident)
-        self.current = session
+        # A checkpoint's forward runs again inside the backward, which goes on afterwards.
+        around, self.current = self.current, session
         begin = time.perf_counter()
         try:
             with session.with_frugal_benchmarks():
                 outputs = variant.call(*args)
         finally:
-            self.current = None
+            self.current = around
         session.forward_seconds = time.perf_counter() - begin
         self._close_forward(session, outputs)
         return outputs
@@ -208,6 +209,8 @@ class ManagedGraph:
 
     def _choose(self, resident: int) -> Variant:
         latest = self.variants[-1]
+        if is_inside_backward():
+            return self._variant_of_the_forward()
         if self._replan:
             self._replan = False
             try:
@@ -235,6 +238,13 @@ class ManagedGraph:
         )
         return self._add_variant(resident)
 
+    def _variant_of_the_forward(self) -> Variant:
+        """The variant of a forward that torch.utils.checkpoint now runs again: it wants the same tensors saved."""
+        if self.current is not None:
+            return self.current.variant
+        outstanding = [session for node, session in self._pending if node() is not None and not session.done]
+        return outstanding[-1].variant if outstanding else self.variants[-1]
+
     def _announce(self, kind: str, message: str) -> None:
         if kind not in self._announced:
             self._announced.add(kind)
@@ -242,7 +252,8 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
-        ledger.note_forward(self)
+        if not is_inside_backward():
+            ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         meter = None
         if metered:
@@ -340,7 +351,10 @@ class ManagedGraph:
 
     @property
     def _leaves_room(self) -> bool:
-        return self.shares_budget and (self.may_be_followed or self.was_joined) and not self._joined
+        """Whether more graphs may follow in this step: they do where some came before (a model compiled by blocks)."""
+        if not self.shares_budget or self._joined:
+            return False
+        return self.may_be_followed or self.was_joined or bool(ledger.pending_before(self))
 
     @property
     def is_pending(self) -> bool:

@@ -63,6 +63,11 @@ def has_uncompiled_callers() -> bool:
     return False
 
 
+def is_inside_backward() -> bool:
+    """Whether autograd runs a backward on this thread: a forward in it is a checkpoint's, run again."""
+    return int(torch._C._current_graph_task_id()) != -1
+
+
 def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:
     """A graph module over `graph` with the attributes of `root`, compiled to source on first use."""
     from torch.fx._lazy_graph_module import _make_graph_module

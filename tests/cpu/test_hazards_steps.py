@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxhome
 from fxhome.errors import InfeasibleBudgetError
@@ -148,7 +149,16 @@ def failing_backward(step: Step, model: nn.Module, found: Record) -> None:
     step(batch()).backward()
 
 
+def checkpointed(step: Step, model: nn.Module, found: Record) -> None:
+    """torch.utils.checkpoint around what is compiled: each forward runs again inside the backward, last call first."""
+    for _ in range(3):
+        x = batch().requires_grad_()
+        (checkpoint(step, x, use_reentrant=False) * checkpoint(step, x.sin(), use_reentrant=False)).backward()
+        found.note("input gradient", x.grad)
+
+
 SCENARIOS = [
+    checkpointed,
     forward_without_backward,
     backward_twice,
     accumulate,
