@@ -63,6 +63,21 @@ def has_uncompiled_callers() -> bool:
     return False
 
 
+def forgive_specialisation(context: Any) -> bool:
+    """Make torch.compile accept numbers for sizes that `mark_dynamic` marked; whether there were any.
+
+    context: Dynamo's tracing context. Dynamo checks the marks after its backend is done, and would raise.
+    """
+    found = False
+    for symbolic in context.tensor_to_context.values() if context is not None else ():
+        marks = getattr(symbolic, "constraint_sizes", None) or []
+        for dimension, mark in enumerate(marks):
+            if mark is not None and not mark.warn_only:
+                marks[dimension] = None
+                found = True
+    return found
+
+
 def is_inside_backward() -> bool:
     """Whether autograd runs a backward on this thread: a forward in it is a checkpoint's, run again."""
     return int(torch._C._current_graph_task_id()) != -1
