@@ -28,7 +28,7 @@ from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
-from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks
+from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
@@ -151,7 +151,7 @@ class ManagedGraph:
         self._settled_bytes: int | None = None
         self._first_resident = 0
         self._replan = False
-        self.ends_in_graph_break = False
+        self.may_be_followed = False
         self._joined = self.was_joined = False
         self._last: Session | None = None
         self._seen_outside = 0
@@ -181,7 +181,7 @@ class ManagedGraph:
             # Rounded, so that a second process makes the same plan and finds it in the caches.
             resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
-            leave_room=self.shares_budget and (self.ends_in_graph_break or self.was_joined) and not self._joined,
+            leave_room=self._leaves_room,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
@@ -216,13 +216,14 @@ class ManagedGraph:
         with _planning:
             variant = self._choose(resident)
         session = self._open(variant, resident)
-        self.current = session
+        # A checkpoint's forward runs again inside the backward, which goes on afterwards.
+        around, self.current = self.current, session
         begin = time.perf_counter()
         try:
             with session.with_frugal_benchmarks():
                 outputs = variant.call(*args)
         finally:
-            self.current = None
+            self.current = around
         session.forward_seconds = time.perf_counter() - begin
         self._close_forward(session, outputs)
         return outputs
@@ -237,6 +238,8 @@ class ManagedGraph:
 
     def _choose(self, resident: int) -> Variant:
         latest = self.variants[-1]
+        if is_inside_backward():
+            return self._variant_of_the_forward()
         if self._replan:
             self._replan = False
             try:
@@ -264,6 +267,13 @@ class ManagedGraph:
         )
         return self._add_variant(resident)
 
+    def _variant_of_the_forward(self) -> Variant:
+        """The variant of a forward that torch.utils.checkpoint now runs again: it wants the same tensors saved."""
+        if self.current is not None:
+            return self.current.variant
+        outstanding = [session for node, session in self._pending if node() is not None and not session.done]
+        return outstanding[-1].variant if outstanding else self.variants[-1]
+
     def _announce(self, kind: str, message: str) -> None:
         if kind not in self._announced:
             self._announced.add(kind)
@@ -271,7 +281,8 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
-        ledger.note_forward(self)
+        if not is_inside_backward():
+            ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         meter = None
         if metered:
@@ -355,14 +366,24 @@ class ManagedGraph:
             session.peak_bytes = session.meter.peak_bytes
         else:
             return
+        left_room = self._leaves_room
         self._learn(session)
-        ledger.note_backward_done(self)
+        if not ledger.note_backward_done(self) and left_room and not self.was_joined:
+            # No other graph came after it in this step: it has the budget for itself.
+            self.join(0)
 
     @property
     def shares_budget(self) -> bool:
         """Whether the budget is one number of bytes for the process; a share is each graph's own."""
         budget = self.options.memory_budget
         return budget is None or budget.bytes is not None
+
+    @property
+    def _leaves_room(self) -> bool:
+        """Whether more graphs may follow in this step: they do where some came before (a model compiled by blocks)."""
+        if not self.shares_budget or self._joined:
+            return False
+        return self.may_be_followed or self.was_joined or bool(ledger.pending_before(self))
 
     @property
     def is_pending(self) -> bool:
