@@ -29,6 +29,38 @@ log = logging.getLogger("fxhome")
 
 
 @dataclasses.dataclass(frozen=True)
+class HostCosts:
+    """What the host spends on a training step before the device may start, under one inner compiler. Microseconds.
+
+    forward_us, backward_us: a step's start up to its first kernel, and from there between the forward and the backward.
+    input_us, gradient_us: what each input adds to the first (its guards, its passing on), each gradient to the second.
+    kernel_us: a generated kernel, or one eager operator. library_us: a matrix product. convolution_us: a convolution.
+    view_us: a view. swap_out_us and swap_in_us start a copy, wait_us waits for one; encode_us, decode_us: one codec.
+    """
+
+    inner: str  # "aot_eager" or "inductor"
+    forward_us: float
+    backward_us: float
+    input_us: float
+    gradient_us: float
+    kernel_us: float
+    library_us: float
+    convolution_us: float
+    view_us: float
+    swap_out_us: float
+    swap_in_us: float
+    wait_us: float
+    encode_us: float
+    decode_us: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number = getattr(self, field.name)
+            if field.name != "inner" and not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"{field.name} should be finite and not negative, got {number}")
+
+
+@dataclasses.dataclass(frozen=True)
 class DeviceProfile:
     """Rates of one device and its link to the host. Bandwidths in bytes per second, times in microseconds.
 

@@ -1,0 +1,210 @@
+"""Measure what the host spends on a step: launches, transfers, and the way into a compiled forward and backward.
+
+    chain of products, 4 and 36 long      -> the way in, and one product
+    chain of products with something else -> that something
+    network of 4 and 36 parameters        -> what each parameter adds to a forward and to a backward
+
+Tensors are so small that the device is never what is waited for. Everything is compiled by the same inner compiler as
+the step, in a thread of its own: the caller may be in the middle of a compilation.
+"""
+
+from __future__ import annotations
+
+import statistics
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from fxhome.device import HostCosts
+from fxhome.passes.torch_compat import compile_lock_given_up, is_compiling
+from fxhome.runtime import codec_ops, ops
+
+T = TypeVar("T")
+
+SHORT, LONG = 4, 36
+SIDE = 64
+WARMUP_RUNS = 5
+TIMED_RUNS = 60
+_SWAP_BYTES = 1 << 16
+
+
+def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
+    """The host's costs under `inner` ("aot_eager" or "inductor") on `device`; takes a few seconds, mostly compiling."""
+    return _apart(lambda: _measure(device, inner))
+
+
+def _measure(device: torch.device, inner: str) -> HostCosts:
+    short = chain_us(device, inner, SHORT, ())
+    long = chain_us(device, inner, LONG, ())
+    library_us = (long - short) / (LONG - SHORT)
+
+    def one(kind: str) -> float:
+        return max(0.0, (chain_us(device, inner, LONG, (kind,)) - long) / LONG)
+
+    few, many = network_us(device, inner, SHORT), network_us(device, inner, LONG)
+    ahead_us, back_us = ((more - less) / (LONG - SHORT) for less, more in zip(few, many, strict=True))
+    view_us = one("view")
+    input_us = max(0.0, ahead_us - library_us)
+    # The backward of a product: two products, each of a transposed operand.
+    gradient_us = max(0.0, back_us - 2 * library_us - 2 * view_us)
+    moved = {name: undisturbed(times) for name, times in transfer_us(device).items()}
+    return HostCosts(
+        inner=inner,
+        forward_us=max(0.0, few[0] - SHORT * (input_us + library_us)),
+        backward_us=max(0.0, few[1] - SHORT * (gradient_us + 2 * library_us + 2 * view_us)),
+        input_us=input_us,
+        gradient_us=gradient_us,
+        kernel_us=one("kernel"),
+        library_us=max(0.0, library_us),
+        convolution_us=one("convolution"),
+        view_us=view_us,
+        swap_out_us=moved["swap_out"],
+        swap_in_us=moved["swap_in"],
+        wait_us=(moved["swap_out_wait"] + moved["swap_in_wait"]) / 2,
+        encode_us=moved["encode"],
+        decode_us=moved["decode"],
+    )
+
+
+def chain_us(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]) -> float:
+    """Host us of a compiled chain of `length` products, each followed by one of every kind; nothing is differentiated.
+
+    kinds: "kernel" (a rectifier), "view" (a transposition), "convolution" (of a tensor beside the chain).
+    """
+    graph = fx.Graph()
+    x, w, image, filters = (graph.placeholder(name) for name in ("x", "w", "image", "filters"))
+    for _ in range(length):
+        x = graph.call_function(torch.mm, (x, w))
+        if "kernel" in kinds:
+            x = graph.call_function(torch.relu, (x,))
+        if "view" in kinds:
+            x = graph.call_function(torch.t, (x,))
+        if "convolution" in kinds:
+            image = graph.call_function(torch.conv2d, (image, filters, None, 1, 1))
+    graph.output((x, image) if "convolution" in kinds else (x,))
+    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    arguments = (
+        torch.full((SIDE, SIDE), 1 / SIDE, device=device),
+        torch.full((SIDE, SIDE), 1 / SIDE, device=device),
+        torch.full((2, SIDE, 8, 8), 0.5, device=device, dtype=half).to(memory_format=torch.channels_last),
+        torch.full((SIDE, SIDE, 3, 3), 1e-3, device=device, dtype=half).to(memory_format=torch.channels_last),
+    )
+    run = _compiled(fx.GraphModule(nn.Module(), graph), inner)
+    with torch.no_grad():
+        return undisturbed(host_us(device, lambda: run(*arguments)))
+
+
+def network_us(device: torch.device, inner: str, parameters: int) -> tuple[float, float]:
+    """(forward, backward) host us of a compiled chain of products with as many parameters, gradients included."""
+    root = nn.Module()
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    for i in range(parameters):
+        root.register_parameter(f"w{i}", nn.Parameter(torch.full((SIDE, SIDE), 1 / SIDE, device=device)))
+        x = graph.call_function(torch.mm, (x, graph.get_attr(f"w{i}")))
+    graph.output(x)
+    module = fx.GraphModule(root, graph)
+    run = _compiled(module, inner)
+    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, requires_grad=True)
+    upstream = torch.ones(SIDE, SIDE, device=device)
+    ahead: list[float] = []
+    back: list[float] = []
+    with torch.enable_grad():
+        for _ in range(WARMUP_RUNS + TIMED_RUNS):
+            argument.grad = None
+            for parameter in module.parameters():
+                parameter.grad = None
+            _wait(device)
+            begin = time.perf_counter()
+            result = run(argument)
+            middle = time.perf_counter()
+            result.backward(upstream)
+            end = time.perf_counter()
+            ahead.append((middle - begin) * 1e6)
+            back.append((end - middle) * 1e6)
+    return undisturbed(ahead[WARMUP_RUNS:]), undisturbed(back[WARMUP_RUNS:])
+
+
+def transfer_us(device: torch.device) -> dict[str, list[float]]:
+    """Host us of every operator of a swap and of a codec, by name, in many round trips of one small tensor."""
+    values = torch.full((_SWAP_BYTES // 4,), 0.5, device=device)
+    place = (list(values.shape), list(values.stride()), 0, values.dtype)
+    found: dict[str, list[float]] = {}
+
+    def timed(name: str, call: Callable[..., Any], *arguments: Any) -> Any:
+        begin = time.perf_counter()
+        result = call(*arguments)
+        found.setdefault(name, []).append((time.perf_counter() - begin) * 1e6)
+        return result
+
+    with torch.no_grad():
+        for run in range(WARMUP_RUNS + TIMED_RUNS):
+            if run == WARMUP_RUNS:
+                found.clear()
+            _wait(device)
+            host = timed("swap_out", ops.swap_out, values)
+            host = timed("swap_out_wait", ops.swap_out_wait, host, values)
+            back = timed("swap_in", ops.swap_in, host, *place, device)
+            back = timed("swap_in_wait", ops.swap_in_wait, back, host)
+            encoded = timed("encode", codec_ops.encode_op, values, _SWAP_BYTES, "int8")
+            timed("decode", codec_ops.decode_op, encoded, _SWAP_BYTES, *place, "int8")
+    return found
+
+
+def undisturbed(times: Sequence[float]) -> float:
+    """The lower quartile: other processes on the same cores only ever add."""
+    return statistics.quantiles(times, n=4)[0]
+
+
+def host_us(device: torch.device, work: Callable[[], object]) -> list[float]:
+    """Host us of `work`, the device idle before each run; until it returns, not until the device is done."""
+    times = []
+    for _ in range(WARMUP_RUNS + TIMED_RUNS):
+        _wait(device)
+        begin = time.perf_counter()
+        result = work()
+        times.append((time.perf_counter() - begin) * 1e6)
+        del result
+    return times[WARMUP_RUNS:]
+
+
+def _compiled(module: fx.GraphModule, inner: str) -> Callable[..., Any]:
+    # Planned graphs are compiled so that no buffer is used again.
+    options: Any = {"allow_buffer_reuse": False} if inner == "inductor" else None
+    return torch.compile(module, backend=inner, options=options, dynamic=False)
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _apart(work: Callable[[], T]) -> T:
+    """`work` outside of any compilation: in a thread of its own where the caller is in the middle of one.
+
+    Only then: where torch 2.11 compiles for the first time, it is undone by the end of the thread.
+    """
+    if not is_compiling():
+        with _disable_current_modes():
+            return work()
+    found: list[T] = []
+    failed: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            found.append(work())
+        except BaseException as error:  # raised again below, where it belongs
+            failed.append(error)
+
+    with compile_lock_given_up():
+        thread = threading.Thread(target=run, name="fxhome-host-probe")
+        thread.start()
+        thread.join()
+    if failed:
+        raise failed[0]
+    return found[0]
