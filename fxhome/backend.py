@@ -74,7 +74,7 @@ def managed(
     """The ManagedGraph of one Dynamo graph, its first variant compiled or refused."""
     _fail_at_recompile_limit()
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
-    profile = cached_profile(device)
+    profile = cached_profile(device, inner)
     if device.type == "cuda":
         _allocate_library_workspaces(device)
     context = torch._guards.TracingContext.try_get()

@@ -23,8 +23,9 @@ import torch
 
 from fxhome.errors import DeviceError
 from fxhome.json_codec import DecodeError, decode, encode
+from fxhome.progress import progress
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 log = logging.getLogger("fxhome")
 
 
@@ -83,6 +84,10 @@ class DeviceProfile:
     versions: tuple[tuple[str, str], ...]
     copy_slowdown: float = 1.0
     """How many times longer computing takes while a copy engine is busy: it shares memory and power."""
+    kernel_us: float = 2.0
+    """What a busy device takes for a kernel that has nothing to do: its start, its end, and the gap to the next."""
+    host: tuple[HostCosts, ...] = ()
+    """One entry per inner compiler for which they were measured; none on a CPU, where the host is the device."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu"):
@@ -97,13 +102,17 @@ class DeviceProfile:
         """Measured matrix rate of `dtype` in operations per second; None where it was not measured."""
         return dict(self.flops_per_s).get(str(dtype).removeprefix("torch."))
 
+    def host_costs(self, inner: str) -> HostCosts | None:
+        """What the host spends under `inner`; None where that was not measured."""
+        return next((costs for costs in self.host if costs.inner == inner), None)
+
     def fingerprint(self) -> str:
         """Which device this is: equal for every measurement of the same device, whatever the rates came out as."""
         memory = self.total_memory_bytes if self.kind == "cuda" else 0  # a CPU's share of memory varies by container
         return hashlib.sha256(f"{self.kind}|{self.name}|{memory}".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The profile as a JSON document (schema 2)."""
+        """The profile as a JSON document (schema 3)."""
         return json.dumps({"schema": SCHEMA_VERSION, "device_profile": encode(self)}, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -132,11 +141,35 @@ def measure_profile(device: torch.device | str) -> DeviceProfile:
     return probe.measure(resolve_device(device))
 
 
-def cached_profile(device: torch.device | str) -> DeviceProfile:
+def with_host_costs(profile: DeviceProfile, device: torch.device | str, inner: str) -> DeviceProfile:
+    """The profile with what the host spends under `inner`, measured now where it is not told: some seconds.
+
+    On a CPU there is nothing to measure. What cannot be compiled at all is warned about and left out: times of plans
+    then leave out the host.
+    """
+    if profile.kind != "cuda" or profile.host_costs(inner) is not None:
+        return profile
+    from fxhome.runtime.host_probe import measure_host_costs
+
+    try:
+        found = measure_host_costs(resolve_device(device), inner)
+    except RuntimeError as error:
+        warnings.warn(
+            f"fxhome: what a step costs the host under inner={inner!r} cannot be measured "
+            f"({str(error).splitlines()[0]}); predicted times leave it out",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return profile
+    return dataclasses.replace(profile, host=(*profile.host, found))
+
+
+def cached_profile(device: torch.device | str, inner: str | None = None) -> DeviceProfile:
     """The profile of `device`, measured at its first use and then read from the cache directory.
 
-    The directory is $FXHOME_CACHE_DIR or ~/.cache/fxhome; the key is the device's name and the versions. A file that
-    cannot be read is measured again and one that cannot be written is not kept; both are warned about once.
+    inner: the inner compiler whose host costs it must have ("aot_eager" or "inductor"); None: none. The directory is
+    $FXHOME_CACHE_DIR or ~/.cache/fxhome; the key is the device's name and the versions. A file that cannot be read is
+    measured again and one that cannot be written is not kept; both are warned about once.
     """
     resolved = resolve_device(device)
     identity = device_identity(resolved)
@@ -144,6 +177,11 @@ def cached_profile(device: torch.device | str) -> DeviceProfile:
     key = (str(path), identity)
     if key not in _measured:
         _measured[key] = _read_cache(path, identity) or _measure_and_store(resolved, path)
+    if inner is not None and (resolved.type, inner) not in _left_out:
+        known = _measured[key]
+        _measured[key] = _complete_and_store(known, resolved, inner, path)
+        if _measured[key].host_costs(inner) is None:
+            _left_out.add((resolved.type, inner))
     return _measured[key]
 
 
@@ -183,6 +221,8 @@ def measuring_turn(device: torch.device) -> Iterator[None]:
 
 
 _measured: dict[tuple[str, object], DeviceProfile] = {}
+_left_out: set[tuple[str, str]] = set()
+"""Kinds of device and inner compilers whose host costs are not to be had in this process."""
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
@@ -238,6 +278,21 @@ def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...
 def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
     with measuring_turn(device):
         profile = measure_profile(device)
+    _store(profile, path)
+    return profile
+
+
+def _complete_and_store(profile: DeviceProfile, device: torch.device, inner: str, path: Path) -> DeviceProfile:
+    if profile.kind != "cuda" or profile.host_costs(inner) is not None:
+        return profile
+    with measuring_turn(device), progress("measuring the host", total=None):
+        completed = with_host_costs(profile, device, inner)
+    if completed is not profile:
+        _store(completed, path)
+    return completed
+
+
+def _store(profile: DeviceProfile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
@@ -248,7 +303,6 @@ def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
             RuntimeWarning,
             stacklevel=2,
         )
-    return profile
 
 
 def _parse(text: str) -> DeviceProfile:

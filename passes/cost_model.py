@@ -36,8 +36,6 @@ from fxhome.progress import progress
 log = logging.getLogger("fxhome.cost")
 
 SMALL_OP_BYTES = 1 << 16
-# A kernel's own start and end on the device; its launch on the host runs ahead.
-FUSED_LAUNCH_US = 2.0
 _MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
 
 
@@ -190,7 +188,7 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
         if node in virtual:
             costs[i] = 0.0
         elif node in written:
-            read, launch = sum(_result_bytes(source) for source in reads[node]), FUSED_LAUNCH_US
+            read, launch = sum(_result_bytes(source) for source in reads[node]), profile.kernel_us
             if is_reduction(node):
                 # Sums of the same elements are taken in one pass: batch norm's backward needs two of them.
                 loop = (facts.node_phase[i], sources[node], str(node.args[1:]))

@@ -10,6 +10,7 @@ the step, in a thread of its own: the caller may be in the middle of a compilati
 
 from __future__ import annotations
 
+import functools
 import statistics
 import threading
 import time
@@ -39,29 +40,27 @@ def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
 
 
 def _measure(device: torch.device, inner: str) -> HostCosts:
-    short = chain_us(device, inner, SHORT, ())
-    long = chain_us(device, inner, LONG, ())
-    library_us = (long - short) / (LONG - SHORT)
-
-    def one(kind: str) -> float:
-        return max(0.0, (chain_us(device, inner, LONG, (kind,)) - long) / LONG)
-
-    few, many = network_us(device, inner, SHORT), network_us(device, inner, LONG)
-    ahead_us, back_us = ((more - less) / (LONG - SHORT) for less, more in zip(few, many, strict=True))
-    view_us = one("view")
+    kinds = ((), ("kernel",), ("view",), ("convolution",))
+    chains = [_chain(device, inner, length, kind) for length, kind in ((SHORT, ()), *((LONG, kind) for kind in kinds))]
+    with torch.no_grad():
+        short, long, *more = (undisturbed(times) for times in in_turns(device, chains))
+    library_us = max(0.0, (long - short) / (LONG - SHORT))
+    kernel_us, view_us, convolution_us = (max(0.0, (each - long) / LONG) for each in more)
+    ahead, back = network_us(device, inner, (SHORT, LONG))
+    ahead_us, back_us = ((many - few) / (LONG - SHORT) for few, many in (ahead, back))
     input_us = max(0.0, ahead_us - library_us)
     # The backward of a product: two products, each of a transposed operand.
     gradient_us = max(0.0, back_us - 2 * library_us - 2 * view_us)
     moved = {name: undisturbed(times) for name, times in transfer_us(device).items()}
     return HostCosts(
         inner=inner,
-        forward_us=max(0.0, few[0] - SHORT * (input_us + library_us)),
-        backward_us=max(0.0, few[1] - SHORT * (gradient_us + 2 * library_us + 2 * view_us)),
+        forward_us=max(0.0, ahead[0] - SHORT * ahead_us),
+        backward_us=max(0.0, back[0] - SHORT * back_us),
         input_us=input_us,
         gradient_us=gradient_us,
-        kernel_us=one("kernel"),
-        library_us=max(0.0, library_us),
-        convolution_us=one("convolution"),
+        kernel_us=kernel_us,
+        library_us=library_us,
+        convolution_us=convolution_us,
         view_us=view_us,
         swap_out_us=moved["swap_out"],
         swap_in_us=moved["swap_in"],
@@ -71,8 +70,8 @@ def _measure(device: torch.device, inner: str) -> HostCosts:
     )
 
 
-def chain_us(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]) -> float:
-    """Host us of a compiled chain of `length` products, each followed by one of every kind; nothing is differentiated.
+def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]) -> Callable[[], object]:
+    """A compiled chain of `length` products, each followed by one of every kind, ready to run.
 
     kinds: "kernel" (a rectifier), "view" (a transposition), "convolution" (of a tensor beside the chain).
     """
@@ -95,12 +94,36 @@ def chain_us(device: torch.device, inner: str, length: int, kinds: tuple[str, ..
         torch.full((SIDE, SIDE, 3, 3), 1e-3, device=device, dtype=half).to(memory_format=torch.channels_last),
     )
     run = _compiled(fx.GraphModule(nn.Module(), graph), inner)
-    with torch.no_grad():
-        return undisturbed(host_us(device, lambda: run(*arguments)))
+    return lambda: run(*arguments)
 
 
-def network_us(device: torch.device, inner: str, parameters: int) -> tuple[float, float]:
-    """(forward, backward) host us of a compiled chain of products with as many parameters, gradients included."""
+def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
+    """Host us of the forward and of the backward, gradients included, of compiled chains of products, by size.
+
+    sizes: how many products, each with a parameter of its own.
+    """
+    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, requires_grad=True)
+    upstream = torch.ones(SIDE, SIDE, device=device)
+    networks = [_network(device, parameters) for parameters in sizes]
+    compiled = [_compiled(network, inner) for network in networks]
+    results: list[torch.Tensor] = []
+
+    def ahead(index: int) -> None:
+        argument.grad = None
+        for parameter in networks[index].parameters():
+            parameter.grad = None
+        results[:] = [compiled[index](argument)]
+
+    def back() -> None:
+        results.pop().backward(upstream)
+
+    works = [work for index in range(len(sizes)) for work in (functools.partial(ahead, index), back)]
+    with torch.enable_grad():
+        times = [undisturbed(each) for each in in_turns(device, works)]
+    return times[::2], times[1::2]
+
+
+def _network(device: torch.device, parameters: int) -> fx.GraphModule:
     root = nn.Module()
     graph = fx.Graph()
     x = graph.placeholder("x")
@@ -108,26 +131,7 @@ def network_us(device: torch.device, inner: str, parameters: int) -> tuple[float
         root.register_parameter(f"w{i}", nn.Parameter(torch.full((SIDE, SIDE), 1 / SIDE, device=device)))
         x = graph.call_function(torch.mm, (x, graph.get_attr(f"w{i}")))
     graph.output(x)
-    module = fx.GraphModule(root, graph)
-    run = _compiled(module, inner)
-    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, requires_grad=True)
-    upstream = torch.ones(SIDE, SIDE, device=device)
-    ahead: list[float] = []
-    back: list[float] = []
-    with torch.enable_grad():
-        for _ in range(WARMUP_RUNS + TIMED_RUNS):
-            argument.grad = None
-            for parameter in module.parameters():
-                parameter.grad = None
-            _wait(device)
-            begin = time.perf_counter()
-            result = run(argument)
-            middle = time.perf_counter()
-            result.backward(upstream)
-            end = time.perf_counter()
-            ahead.append((middle - begin) * 1e6)
-            back.append((end - middle) * 1e6)
-    return undisturbed(ahead[WARMUP_RUNS:]), undisturbed(back[WARMUP_RUNS:])
+    return fx.GraphModule(root, graph)
 
 
 def transfer_us(device: torch.device) -> dict[str, list[float]]:
@@ -161,16 +165,21 @@ def undisturbed(times: Sequence[float]) -> float:
     return statistics.quantiles(times, n=4)[0]
 
 
-def host_us(device: torch.device, work: Callable[[], object]) -> list[float]:
-    """Host us of `work`, the device idle before each run; until it returns, not until the device is done."""
-    times = []
+def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> list[list[float]]:
+    """Host us of each of `works`, one run of each after the other, again and again; the device idle before each.
+
+    Until each returns, not until the device is done. In turns, since what is taken from another must have had the same
+    neighbours.
+    """
+    times: list[list[float]] = [[] for _ in works]
     for _ in range(WARMUP_RUNS + TIMED_RUNS):
-        _wait(device)
-        begin = time.perf_counter()
-        result = work()
-        times.append((time.perf_counter() - begin) * 1e6)
-        del result
-    return times[WARMUP_RUNS:]
+        for work, found in zip(works, times, strict=True):
+            _wait(device)
+            begin = time.perf_counter()
+            result = work()
+            found.append((time.perf_counter() - begin) * 1e6)
+            del result
+    return [found[WARMUP_RUNS:] for found in times]
 
 
 def _compiled(module: fx.GraphModule, inner: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ from benchmarks.search_problems import GraphBuilder, chain, dense, residual, tra
 from fxhome.passes.search import search
 from fxhome.passes.search.bound import lower_bound
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, evaluate
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, HOST_FIGURES, INPUT, OWNER, VIRTUAL
 
 
 @st.composite
@@ -69,6 +69,12 @@ def small_problems(draw: st.DrawFn) -> Problem:
         node_workspace=workspace,
         outside_bytes=np.array([draw(st.integers(0, 2)) * 1000, draw(st.integers(0, 2)) * 1000], np.int64),
     )
+    if draw(st.booleans()):
+        figures = st.sampled_from([0.0, 3.0, 20.0, 70.0])
+        arrays = arrays._replace(
+            node_host_us=np.array([0.0 if p == INPUT else draw(figures) for p in g.node_phase], np.float64),
+            host_us=np.array([draw(figures) for _ in range(HOST_FIGURES)], np.float64),
+        )
     allowed = problem.allowed.copy()
     for s in np.flatnonzero(allowed.sum(axis=1) > 1):
         pick = draw(st.sets(st.sampled_from([SWAP, RECOMPUTE, RECOMPUTE_EACH, COMPRESS, COMPRESS_SWAP]), max_size=3))

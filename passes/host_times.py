@@ -1,0 +1,107 @@
+"""What launching each node of a joint graph costs the host, and what a step and its copies add to that.
+
+    inner "inductor"    one launch per generated kernel; a library call per product or convolution; views for those
+    inner "aot_eager"   one launch per operator, views included
+
+Nodes inside a fused kernel cost nothing: their kernel is launched once. Figures are those of the device's profile; they
+enter times, never the peak.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from torch import fx
+
+from fxhome.device import HostCosts
+from fxhome.passes.classify import is_effectful
+from fxhome.passes.facts import GraphFacts
+from fxhome.passes.fusion import is_generated_loop, is_reduction, memory_sources, operator_name
+from fxhome.passes.simulate_kernels import (
+    ALIAS,
+    DECODE,
+    ENCODE,
+    ENTER_BACKWARD,
+    ENTER_FORWARD,
+    GETITEM,
+    HOST_FIGURES,
+    INPUT,
+    LEAVE,
+    OWNER,
+    SWAP_IN,
+    SWAP_OUT,
+    VIRTUAL,
+    WAIT,
+    Float64,
+)
+
+_PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
+
+
+@dataclass(frozen=True, eq=False)
+class HostTimes:
+    """node_us: float64[nodes], in the order of the facts. step_us: float64[8], as `SimArrays.host_us`."""
+
+    node_us: Float64
+    step_us: Float64
+
+
+def host_times(module: fx.GraphModule, facts: GraphFacts, host: HostCosts) -> HostTimes:
+    """Host us of every node of a normalized joint graph, in the order of `facts`, under the costs' inner compiler."""
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    of = _generated_us(nodes, facts, host) if host.inner == "inductor" else _eager_us(nodes, facts, host)
+    step = np.zeros(HOST_FIGURES, np.float64)
+    inputs = sum(phase == INPUT for phase in facts.node_phase) - len(facts.tangent_storages)
+    step[ENTER_FORWARD] = host.forward_us + host.input_us * inputs
+    step[ENTER_BACKWARD] = host.backward_us
+    step[LEAVE] = host.gradient_us * len(facts.backward_outputs)
+    step[[SWAP_OUT, SWAP_IN, WAIT]] = host.swap_out_us, host.swap_in_us, host.wait_us
+    step[[ENCODE, DECODE]] = host.encode_us, host.decode_us
+    return HostTimes(np.array(of, np.float64), step)
+
+
+def _eager_us(nodes: Sequence[fx.Node], facts: GraphFacts, host: HostCosts) -> list[float]:
+    found = []
+    for node, kind in zip(nodes, facts.node_kind, strict=True):
+        if node.op != "call_function" or kind == GETITEM:
+            found.append(0.0)
+        else:
+            found.append(host.view_us if kind == ALIAS and not is_effectful(node) else _operator_us(node, host))
+    return found
+
+
+def _generated_us(nodes: Sequence[fx.Node], facts: GraphFacts, host: HostCosts) -> list[float]:
+    kinds = dict(zip(nodes, facts.node_kind, strict=True))
+    aliases = {node for node, kind in kinds.items() if kind in (ALIAS, GETITEM)}
+    sources = memory_sources(nodes, {node for node, kind in kinds.items() if kind == VIRTUAL} | aliases)
+    seen: set[object] = set()
+    found = []
+    for node, phase in zip(nodes, facts.node_phase, strict=True):
+        kind = kinds[node]
+        if node.op != "call_function" or kind in (VIRTUAL, GETITEM):
+            found.append(0.0)
+        elif kind == ALIAS and not is_effectful(node):
+            # A kernel is told where to read; a library is given a tensor that says so.
+            found.append(0.0 if all(is_generated_loop(user) for user in node.users) else host.view_us)
+        elif not is_generated_loop(node):
+            found.append(_operator_us(node, host))
+        elif kind != OWNER:
+            found.append(0.0)  # a running statistic is written by the kernel that computes it
+        else:
+            # Sums of the same elements are taken in one pass.
+            loop = (phase, sources[node], str(node.args[1:])) if is_reduction(node) else node
+            found.append(0.0 if loop in seen else host.kernel_us)
+            seen.add(loop)
+    return found
+
+
+def _operator_us(node: fx.Node, host: HostCosts) -> float:
+    name = operator_name(node)
+    if name == "aten::convolution":
+        return host.convolution_us
+    if name == "aten::convolution_backward":
+        # One call of the library for each gradient that is wanted.
+        wanted = node.args[10]
+        assert isinstance(wanted, list | tuple)
+        return host.convolution_us * max(1, sum(bool(one) for one in wanted[:2]))
+    return host.library_us if name in _PRODUCTS else host.kernel_us
