@@ -18,7 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch
-from torch import fx, nn
+from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from fxhome.device import HostCosts
@@ -75,25 +75,23 @@ def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]
 
     kinds: "kernel" (a rectifier), "view" (a transposition), "convolution" (of a tensor beside the chain).
     """
-    graph = fx.Graph()
-    x, w, image, filters = (graph.placeholder(name) for name in ("x", "w", "image", "filters"))
-    for _ in range(length):
-        x = graph.call_function(torch.mm, (x, w))
-        if "kernel" in kinds:
-            x = graph.call_function(torch.relu, (x,))
-        if "view" in kinds:
-            x = graph.call_function(torch.t, (x,))
-        if "convolution" in kinds:
-            image = graph.call_function(torch.conv2d, (image, filters, None, 1, 1))
-    graph.output((x, image) if "convolution" in kinds else (x,))
-    half = torch.bfloat16 if device.type == "cuda" else torch.float32
+    lines = ["x = torch.mm(x, w)"]
+    if "kernel" in kinds:
+        lines.append("x = torch.relu(x)")
+    if "view" in kinds:
+        lines.append("x = torch.t(x)")
+    if "convolution" in kinds:
+        lines.append("image = torch.conv2d(image, filters, None, 1, 1)")
+    results = "x, image" if "convolution" in kinds else "x"
+    module = _module("x, w, image, filters", lines * length, results)
+    dtype = _dtype(device)
     arguments = (
-        torch.full((SIDE, SIDE), 1 / SIDE, device=device),
-        torch.full((SIDE, SIDE), 1 / SIDE, device=device),
-        torch.full((2, SIDE, 8, 8), 0.5, device=device, dtype=half).to(memory_format=torch.channels_last),
-        torch.full((SIDE, SIDE, 3, 3), 1e-3, device=device, dtype=half).to(memory_format=torch.channels_last),
+        torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=dtype),
+        torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=dtype),
+        torch.full((2, SIDE, 8, 8), 0.5, device=device, dtype=dtype).to(memory_format=torch.channels_last),
+        torch.full((SIDE, SIDE, 3, 3), 1e-3, device=device, dtype=dtype).to(memory_format=torch.channels_last),
     )
-    run = _compiled(fx.GraphModule(nn.Module(), graph), inner)
+    run = _compiled(module, inner)
     return lambda: run(*arguments)
 
 
@@ -102,8 +100,8 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
 
     sizes: how many products, each with a parameter of its own.
     """
-    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, requires_grad=True)
-    upstream = torch.ones(SIDE, SIDE, device=device)
+    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=_dtype(device), requires_grad=True)
+    upstream = torch.ones(SIDE, SIDE, device=device, dtype=_dtype(device))
     networks = [_network(device, parameters) for parameters in sizes]
     compiled = [_compiled(network, inner) for network in networks]
     results: list[torch.Tensor] = []
@@ -123,15 +121,28 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
     return times[::2], times[1::2]
 
 
-def _network(device: torch.device, parameters: int) -> fx.GraphModule:
-    root = nn.Module()
-    graph = fx.Graph()
-    x = graph.placeholder("x")
+def _network(device: torch.device, parameters: int) -> nn.Module:
+    network = _module("x", [f"x = torch.mm(x, self.w{i})" for i in range(parameters)], "x")
     for i in range(parameters):
-        root.register_parameter(f"w{i}", nn.Parameter(torch.full((SIDE, SIDE), 1 / SIDE, device=device)))
-        x = graph.call_function(torch.mm, (x, graph.get_attr(f"w{i}")))
-    graph.output(x)
-    return fx.GraphModule(root, graph)
+        weight = torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=_dtype(device))
+        network.register_parameter(f"w{i}", nn.Parameter(weight))
+    return network
+
+
+def _dtype(device: torch.device) -> torch.dtype:
+    # Where the device has matrix units, what is multiplied is mostly of this type; of float32 Inductor warns there.
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def _module(arguments: str, lines: Sequence[str], results: str) -> nn.Module:
+    """A module with such a forward. Written out, so that each has code of its own: torch keeps few compilations of one
+    code, and takes a graph module that is made in the middle of a compilation for its own.
+    """
+    source = [f"def forward(self, {arguments}):", *(f"    {line}" for line in lines), f"    return {results}"]
+    names: dict[str, Any] = {"torch": torch}
+    exec(compile("\n".join(source), "<fxhome host probe>", "exec"), names)
+    module: nn.Module = type("HostProbe", (nn.Module,), {"forward": names["forward"]})()
+    return module
 
 
 def transfer_us(device: torch.device) -> dict[str, list[float]]:
@@ -182,7 +193,7 @@ def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> lis
     return [found[WARMUP_RUNS:] for found in times]
 
 
-def _compiled(module: fx.GraphModule, inner: str) -> Callable[..., Any]:
+def _compiled(module: nn.Module, inner: str) -> Callable[..., Any]:
     # Planned graphs are compiled so that no buffer is used again.
     options: Any = {"allow_buffer_reuse": False} if inner == "inductor" else None
     return torch.compile(module, backend=inner, options=options, dynamic=False)
