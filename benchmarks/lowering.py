@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from benchmarks.pretend_gpu import environment, halved_times, install
+from benchmarks.pretend_gpu import environment, halved_times, install, with_estimated_host
 from benchmarks.workloads import WORKLOADS
 from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
@@ -110,7 +110,7 @@ def table(rows: dict[str, Row]) -> str:
 
 def measure(name: str, budget: str) -> Row:
     """Plan and lower one workload in this process, which pretends."""
-    profile = DeviceProfile.load(PROFILES / "h200_device.json")
+    profile = with_estimated_host(DeviceProfile.load(PROFILES / "h200_device.json"))
     install(profile)
     cost_model._measure_missing = _known_times
     recorder = Recorder(profile)

@@ -2,6 +2,7 @@
 
     environment(folder)   builds two small libraries with `cc` and returns the variables a child process needs
     install(profile)      in the child: torch and Inductor take the device of the profile for real
+    with_estimated_host(profile)    a profile whose host was not measured, with the estimate below
     halved_times(...)     an estimate for the two halves of a convolution's backward, of which only the whole was timed
 
 Tensors are fake (torch's FakeTensorMode). Inductor's CUDA lowering, its fusion and our own scheduler pass run as they
@@ -11,6 +12,7 @@ seen: library workspaces come from measured operator times, clocks and contentio
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import os
 import subprocess
@@ -22,9 +24,26 @@ from typing import Any
 
 import torch
 
-from fxhome.device import DeviceProfile
+from fxhome.device import DeviceProfile, HostCosts
 from fxhome.passes.cost_model import op_signature
 
+ESTIMATED_HOST = HostCosts(
+    inner="inductor",
+    forward_us=600.0,
+    backward_us=400.0,
+    input_us=3.0,
+    gradient_us=3.0,
+    kernel_us=7.0,
+    library_us=12.0,
+    convolution_us=20.0,
+    view_us=1.0,
+    swap_out_us=40.0,
+    swap_in_us=40.0,
+    wait_us=10.0,
+    encode_us=60.0,
+    decode_us=60.0,
+)
+"""Not measured: from the gaps in traces of steps on an H200, for a host that one process has to itself."""
 _BACKWARD = torch.ops.aten.convolution_backward.default
 _RUNTIME = r"""
 #include <cuda_runtime_api.h>
@@ -127,6 +146,13 @@ def install(profile: DeviceProfile) -> None:
     torch._subclasses.fake_tensor.init_gpu_context = functools.partial(_answer, None)  # type: ignore[assignment]
     _install_triton()
     _install_inductor()
+
+
+def with_estimated_host(profile: DeviceProfile) -> DeviceProfile:
+    """The profile, with `ESTIMATED_HOST` where it does not tell of Inductor's host."""
+    if profile.host_costs(ESTIMATED_HOST.inner) is not None:
+        return profile
+    return dataclasses.replace(profile, host=(*profile.host, ESTIMATED_HOST))
 
 
 def halved_times(

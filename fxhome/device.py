@@ -151,8 +151,10 @@ def with_host_costs(profile: DeviceProfile, device: torch.device | str, inner: s
         return profile
     from fxhome.runtime.host_probe import measure_host_costs
 
+    resolved = resolve_device(device)
     try:
-        found = measure_host_costs(resolve_device(device), inner)
+        with measuring_turn(resolved), progress(f"measuring the host under {inner}"):
+            found = measure_host_costs(resolved, inner)
     except RuntimeError as error:
         warnings.warn(
             f"fxhome: what a step costs the host under inner={inner!r} cannot be measured "
@@ -179,9 +181,11 @@ def cached_profile(device: torch.device | str, inner: str | None = None) -> Devi
         _measured[key] = _read_cache(path, identity) or _measure_and_store(resolved, path)
     if inner is not None and (resolved.type, inner) not in _left_out:
         known = _measured[key]
-        _measured[key] = _complete_and_store(known, resolved, inner, path)
+        _measured[key] = with_host_costs(known, resolved, inner)
         if _measured[key].host_costs(inner) is None:
             _left_out.add((resolved.type, inner))
+        elif _measured[key] is not known:
+            _store(_measured[key], path)
     return _measured[key]
 
 
@@ -280,16 +284,6 @@ def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
         profile = measure_profile(device)
     _store(profile, path)
     return profile
-
-
-def _complete_and_store(profile: DeviceProfile, device: torch.device, inner: str, path: Path) -> DeviceProfile:
-    if profile.kind != "cuda" or profile.host_costs(inner) is not None:
-        return profile
-    with measuring_turn(device), progress("measuring the host", total=None):
-        completed = with_host_costs(profile, device, inner)
-    if completed is not profile:
-        _store(completed, path)
-    return completed
 
 
 def _store(profile: DeviceProfile, path: Path) -> None:

@@ -38,24 +38,6 @@ def compile_lock() -> AbstractContextManager[object]:
     return lock
 
 
-def is_compiling() -> bool:
-    """Whether this thread is in the middle of a compilation."""
-    own: Any = compile_lock()
-    return bool(own._is_owned())
-
-
-@contextlib.contextmanager
-def compile_lock_given_up() -> Iterator[None]:
-    """For what another thread compiles while this one, in the middle of a compilation itself, waits for it."""
-    own: Any = compile_lock()
-    # What threading.Condition does with a lock that is held several times over.
-    state = own._release_save()
-    try:
-        yield
-    finally:
-        own._acquire_restore(state)
-
-
 def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:
     """A graph module over `graph` with the attributes of `root`, compiled to source on first use."""
     from torch.fx._lazy_graph_module import _make_graph_module

@@ -12,20 +12,16 @@ from __future__ import annotations
 
 import functools
 import statistics
-import threading
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from fxhome.device import HostCosts
-from fxhome.passes.torch_compat import compile_lock_given_up, is_compiling
 from fxhome.runtime import codec_ops, ops
-
-T = TypeVar("T")
+from fxhome.runtime.compile_apart import outside_of_compilation
 
 SHORT, LONG = 4, 36
 SIDE = 64
@@ -36,7 +32,7 @@ _SWAP_BYTES = 1 << 16
 
 def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
     """The host's costs under `inner` ("aot_eager" or "inductor") on `device`; takes a few seconds, mostly compiling."""
-    return _apart(lambda: _measure(device, inner))
+    return outside_of_compilation(lambda: _measure(device, inner))
 
 
 def _measure(device: torch.device, inner: str) -> HostCosts:
@@ -202,29 +198,3 @@ def _compiled(module: nn.Module, inner: str) -> Callable[..., Any]:
 def _wait(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-
-
-def _apart(work: Callable[[], T]) -> T:
-    """`work` outside of any compilation: in a thread of its own where the caller is in the middle of one.
-
-    Only then: where torch 2.11 compiles for the first time, it is undone by the end of the thread.
-    """
-    if not is_compiling():
-        with _disable_current_modes():
-            return work()
-    found: list[T] = []
-    failed: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            found.append(work())
-        except BaseException as error:  # raised again below, where it belongs
-            failed.append(error)
-
-    with compile_lock_given_up():
-        thread = threading.Thread(target=run, name="fxhome-host-probe")
-        thread.start()
-        thread.join()
-    if failed:
-        raise failed[0]
-    return found[0]
