@@ -7,11 +7,13 @@ Nodes inside a fused kernel cost nothing: their kernel is launched once. Figures
 enter times, never the peak.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 from torch import fx
+from torch.utils._pytree import tree_leaves
 
 from fxhome.device import HostCosts
 from fxhome.passes.classify import is_effectful
@@ -74,10 +76,10 @@ def _generated_us(nodes: Sequence[fx.Node], facts: GraphFacts, host: HostCosts) 
     kinds = dict(zip(nodes, facts.node_kind, strict=True))
     aliases = {node for node, kind in kinds.items() if kind in (ALIAS, GETITEM)}
     sources = memory_sources(nodes, {node for node, kind in kinds.items() if kind == VIRTUAL} | aliases)
-    seen: set[object] = set()
+    loops = {node for node, kind in kinds.items() if kind == OWNER and is_generated_loop(node)}
+    joined = _joined(nodes, facts.node_phase, sources, loops)
     found = []
-    for node, phase in zip(nodes, facts.node_phase, strict=True):
-        kind = kinds[node]
+    for node, kind in kinds.items():
         if node.op != "call_function" or kind in (VIRTUAL, GETITEM):
             found.append(0.0)
         elif kind == ALIAS and not is_effectful(node):
@@ -85,14 +87,44 @@ def _generated_us(nodes: Sequence[fx.Node], facts: GraphFacts, host: HostCosts) 
             found.append(0.0 if all(is_generated_loop(user) for user in node.users) else host.view_us)
         elif not is_generated_loop(node):
             found.append(_operator_us(node, host))
-        elif kind != OWNER:
-            found.append(0.0)  # a running statistic is written by the kernel that computes it
         else:
-            # Sums of the same elements are taken in one pass.
-            loop = (phase, sources[node], str(node.args[1:])) if is_reduction(node) else node
-            found.append(0.0 if loop in seen else host.kernel_us)
-            seen.add(loop)
+            # A running statistic is written by the kernel that computes it.
+            found.append(host.kernel_us if node in loops and node not in joined else 0.0)
     return found
+
+
+def _joined(
+    nodes: Sequence[fx.Node],
+    phase: Sequence[int],
+    sources: Mapping[fx.Node, frozenset[fx.Node]],
+    loops: set[fx.Node],
+) -> set[fx.Node]:
+    """The loops that are part of an earlier loop's kernel: sums of what it sums, and what is made of its result element
+    by element, of nothing that is made behind it.
+    """
+    place = {node: i for i, node in enumerate(nodes)}
+    found: set[fx.Node] = set()
+    sums: set[object] = set()
+    for node in nodes:
+        if node not in loops:
+            continue
+        if is_reduction(node):
+            # Sums of the same elements are taken in one pass.
+            one = (phase[place[node]], sources[node], str(node.args[1:]))
+            if one in sums:
+                found.add(node)
+            sums.add(one)
+        elif sources[node]:
+            latest = max(sources[node], key=place.__getitem__)
+            # The latest of what it reads is made element by element just before.
+            if latest in loops and phase[place[latest]] == phase[place[node]] and _elements(latest) == _elements(node):
+                found.add(node)
+    return found
+
+
+def _elements(node: fx.Node) -> int:
+    leaves = tree_leaves(node.meta.get("val"))
+    return max((leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
 
 
 def _operator_us(node: fx.Node, host: HostCosts) -> float:

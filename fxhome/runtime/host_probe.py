@@ -1,16 +1,19 @@
 """Measure what the host spends on a step: launches, transfers, and the way into a compiled forward and backward.
 
-    chain of products, 4 and 36 long      -> the way in, and one product
+    chain of products, 4 and 28 long      -> the way in, and one product
     chain of products with something else -> that something
-    network of 4 and 36 parameters        -> what each parameter adds to a forward and to a backward
+    network of 4 and 28 parameters        -> what each parameter adds to a forward and to a backward
 
-Tensors are so small that the device is never what is waited for. Everything is compiled by the same inner compiler as
-the step, in a thread of its own: the caller may be in the middle of a compilation.
+Tensors are so small that the device is never what is waited for. No two kernels of a chain are the same, and the
+processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel, and
+a launch repeated at once takes half the time. Everything is compiled by the same inner compiler as the step, apart from
+any compilation that the caller is in the middle of.
 """
 
 from __future__ import annotations
 
 import functools
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -23,10 +26,12 @@ from fxhome.device import HostCosts
 from fxhome.runtime import codec_ops, ops
 from fxhome.runtime.compile_apart import outside_of_compilation
 
-SHORT, LONG = 4, 36
-SIDE = 64
-WARMUP_RUNS = 5
-TIMED_RUNS = 60
+SHORT, LONG = 4, 28
+SIDE, STEP = 64, 8
+WARMUP_RUNS = 4
+TIMED_RUNS = 40
+SWEPT_BYTES = 8 << 20
+"""More than a core has of caches of its own, and less than cores share: as in a step of some hundred kernels."""
 _SWAP_BYTES = 1 << 16
 
 
@@ -42,6 +47,9 @@ def _measure(device: torch.device, inner: str) -> HostCosts:
         short, long, *more = (undisturbed(times) for times in in_turns(device, chains))
     library_us = max(0.0, (long - short) / (LONG - SHORT))
     kernel_us, view_us, convolution_us = (max(0.0, (each - long) / LONG) for each in more)
+    if device.type == "cuda":
+        # The thread of backwards has no context until something is launched on it, of which cuBLAS warns.
+        torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
     ahead, back = network_us(device, inner, (SHORT, LONG))
     ahead_us, back_us = ((many - few) / (LONG - SHORT) for few, many in (ahead, back))
     input_us = max(0.0, ahead_us - library_us)
@@ -69,25 +77,37 @@ def _measure(device: torch.device, inner: str) -> HostCosts:
 def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]) -> Callable[[], object]:
     """A compiled chain of `length` products, each followed by one of every kind, ready to run.
 
-    kinds: "kernel" (a rectifier), "view" (a transposition), "convolution" (of a tensor beside the chain).
+    kinds: "kernel" (a sum with a constant), "view" (some of the columns), "convolution" (of a tensor beside the chain).
     """
-    lines = ["x = torch.mm(x, w)"]
-    if "kernel" in kinds:
-        lines.append("x = torch.relu(x)")
-    if "view" in kinds:
-        lines.append("x = torch.t(x)")
-    if "convolution" in kinds:
-        lines.append("image = torch.conv2d(image, filters, None, 1, 1)")
+    more = STEP if "view" in kinds else 0
+    widths = [SIDE + STEP * i for i in range(length + 1)]
+    lines = []
+    for i, width in enumerate(widths[1:]):
+        lines.append(f"x = torch.mm(x, w[{i}])")
+        if "kernel" in kinds:
+            # A constant of its own makes it a kernel of its own.
+            lines.append(f"x = torch.add(x, {i / 1024})")
+        if "view" in kinds:
+            lines.append(f"x = x[:, :{width}]")
+        if "convolution" in kinds:
+            lines.append(f"image = torch.conv2d(image, filters[{i}], None, 1, 1)")
     results = "x, image" if "convolution" in kinds else "x"
-    module = _module("x, w, image, filters", lines * length, results)
     dtype = _dtype(device)
+
+    def full(*sizes: int) -> torch.Tensor:
+        return torch.full(sizes, 1e-3, device=device, dtype=dtype)
+
+    def channels_last(*sizes: int) -> torch.Tensor:
+        return full(*sizes).to(memory_format=torch.channels_last)
+
+    pairs = list(itertools.pairwise(widths))
     arguments = (
-        torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=dtype),
-        torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=dtype),
-        torch.full((2, SIDE, 8, 8), 0.5, device=device, dtype=dtype).to(memory_format=torch.channels_last),
-        torch.full((SIDE, SIDE, 3, 3), 1e-3, device=device, dtype=dtype).to(memory_format=torch.channels_last),
+        full(SIDE, widths[0]),
+        [full(before, after + more) for before, after in pairs],
+        channels_last(2, widths[0], 8, 8),
+        [channels_last(after, before, 3, 3) for before, after in pairs] if "convolution" in kinds else [],
     )
-    run = _compiled(module, inner)
+    run = _compiled(_module("x, w, image, filters", lines, results), inner)
     return lambda: run(*arguments)
 
 
@@ -96,8 +116,8 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
 
     sizes: how many products, each with a parameter of its own.
     """
-    argument = torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=_dtype(device), requires_grad=True)
-    upstream = torch.ones(SIDE, SIDE, device=device, dtype=_dtype(device))
+    argument = torch.full((SIDE, SIDE), 1e-3, device=device, dtype=_dtype(device), requires_grad=True)
+    upstreams = [torch.ones(SIDE, SIDE + STEP * size, device=device, dtype=_dtype(device)) for size in sizes]
     networks = [_network(device, parameters) for parameters in sizes]
     compiled = [_compiled(network, inner) for network in networks]
     results: list[torch.Tensor] = []
@@ -108,10 +128,10 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
             parameter.grad = None
         results[:] = [compiled[index](argument)]
 
-    def back() -> None:
-        results.pop().backward(upstream)
+    def back(index: int) -> None:
+        results.pop().backward(upstreams[index])
 
-    works = [work for index in range(len(sizes)) for work in (functools.partial(ahead, index), back)]
+    works = [functools.partial(work, index) for index in range(len(sizes)) for work in (ahead, back)]
     with torch.enable_grad():
         times = [undisturbed(each) for each in in_turns(device, works)]
     return times[::2], times[1::2]
@@ -120,7 +140,8 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
 def _network(device: torch.device, parameters: int) -> nn.Module:
     network = _module("x", [f"x = torch.mm(x, self.w{i})" for i in range(parameters)], "x")
     for i in range(parameters):
-        weight = torch.full((SIDE, SIDE), 1 / SIDE, device=device, dtype=_dtype(device))
+        sizes = (SIDE + STEP * i, SIDE + STEP * (i + 1))
+        weight = torch.full(sizes, 1e-3, device=device, dtype=_dtype(device))
         network.register_parameter(f"w{i}", nn.Parameter(weight))
     return network
 
@@ -142,7 +163,10 @@ def _module(arguments: str, lines: Sequence[str], results: str) -> nn.Module:
 
 
 def transfer_us(device: torch.device) -> dict[str, list[float]]:
-    """Host us of every operator of a swap and of a codec, by name, in many round trips of one small tensor."""
+    """Host us of every operator of a swap and of a codec, by name, in many round trips of one small tensor.
+
+    Without a sweep: within steps that were measured they took what they take here.
+    """
     values = torch.full((_SWAP_BYTES // 4,), 0.5, device=device)
     place = (list(values.shape), list(values.stride()), 0, values.dtype)
     found: dict[str, list[float]] = {}
@@ -179,9 +203,11 @@ def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> lis
     neighbours.
     """
     times: list[list[float]] = [[] for _ in works]
+    sweep = _sweep()
     for _ in range(WARMUP_RUNS + TIMED_RUNS):
         for work, found in zip(works, times, strict=True):
             _wait(device)
+            sweep()
             begin = time.perf_counter()
             result = work()
             found.append((time.perf_counter() - begin) * 1e6)
@@ -193,6 +219,16 @@ def _compiled(module: nn.Module, inner: str) -> Callable[..., Any]:
     # Planned graphs are compiled so that no buffer is used again.
     options: Any = {"allow_buffer_reuse": False} if inner == "inductor" else None
     return torch.compile(module, backend=inner, options=options, dynamic=False)
+
+
+def _sweep() -> Callable[[], None]:
+    """What puts other bytes into the caches of the core that calls it."""
+    target, source = bytearray(SWEPT_BYTES // 2), bytes(SWEPT_BYTES // 2)
+
+    def run() -> None:
+        target[:] = source
+
+    return run
 
 
 def _wait(device: torch.device) -> None:
