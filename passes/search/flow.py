@@ -78,7 +78,7 @@ def read_flow(s: Structure) -> Flow:
         certain=certain,
         certain_until=np.cumsum(np.where(certain, g.node_time_us, 0.0)),
         backward_from=np.cumsum(np.where(backward, g.node_time_us, 0.0)[::-1])[::-1],
-        launched=_launched(g, certain | backward),
+        launched=_launched(g, certain),
         backward_alive=np.cumsum(alive)[:n],
         last_forward=np.maximum(reach[g.storage_root], g.storage_owner),
         is_output=is_output,
@@ -90,12 +90,15 @@ def read_flow(s: Structure) -> Flow:
     )
 
 
-def _launched(g: SimArrays, sure: Bool) -> Float64:
+def _launched(g: SimArrays, certain: Bool) -> Float64:
     if g.node_host_us.shape[0] == 0:
         return np.zeros(g.node_phase.shape[0], np.float64)
-    own = np.where(sure, g.node_host_us, 0.0)
-    entered = np.where(g.node_phase == BACKWARD, g.host_us[ENTER_BACKWARD], 0.0)
-    launched: Float64 = np.cumsum(own) + entered
+    backward = g.node_phase == BACKWARD
+    ahead = np.cumsum(np.where(certain, g.node_host_us, 0.0))
+    # What updates an input may stand behind the backward, and runs in the forward all the same.
+    entered = float(np.where(certain, g.node_host_us, 0.0).sum()) + float(g.host_us[ENTER_BACKWARD])
+    behind = entered + np.cumsum(np.where(backward, g.node_host_us, 0.0))
+    launched: Float64 = np.where(backward, behind, ahead)
     return launched
 
 

@@ -148,8 +148,8 @@ class _Builder:
         self.taken_bytes = _taken_bytes(g)
         # One entry more than nodes: the first of the backward's own, which BOUNDARY finds as the last entry.
         self.has_host = g.node_host_us.shape[0] > 0
-        ahead = g.node_phase != BACKWARD
-        entered = float(flow.launched[ahead].max(initial=0.0)) + float(g.host_us[ENTER_BACKWARD])
+        sure = float(g.node_host_us[flow.certain].sum()) if self.has_host else 0.0
+        entered = sure + float(g.host_us[ENTER_BACKWARD])
         self.launched = np.append(flow.launched, entered)
         self.demand = self._edges()
 

@@ -103,6 +103,26 @@ def test_the_bound_is_never_above_the_optimum(problem: Problem, share: float) ->
         assert everywhere.step_us <= min(fits) * (1 + 1e-9)
 
 
+def test_what_the_forward_runs_last_may_stand_behind_the_backward() -> None:
+    """As the update of an input does: the host launches it before the backward all the same."""
+    b = GraphBuilder()
+    source = b.node(INPUT, [], 0, 0.0)
+    kept = b.node(FORWARD, [source], 1_000_000, 1.0)
+    loss = b.node(FORWARD, [kept], 8, 1.0, movable=False)
+    gradient = b.node(BACKWARD, [loss, kept], 8, 1.0)
+    update = b.node(FORWARD, [kept], 8, 1.0, movable=False)
+    problem, _ = b.problem([loss, update], [gradient], Link(1e-3, 1e-3, 1.2, 2.0))
+    host = np.array([0.0, 10.0, 10.0, 100.0, 1000.0])
+    entries = np.array([5.0, 50.0, 500.0, *[0.0] * (HOST_FIGURES - 3)])
+    hosted = Problem(
+        problem.arrays._replace(node_host_us=host, host_us=entries), problem.link, problem.allowed, problem.group
+    )
+    peak, step = evaluate(hosted, hosted.keep_all(), 1 << 40)
+    assert step == 5.0 + 1020.0 + 50.0 + 100.0 + 500.0
+    assert lower_bound(hosted, peak).step_us == pytest.approx(step, rel=1e-4)
+    assert lower_bound(hosted, peak).step_us <= step
+
+
 @pytest.mark.parametrize("phase", [FORWARD, BACKWARD])
 def test_an_anchor_may_be_written_over_its_operand(phase: int) -> None:
     b = GraphBuilder()
