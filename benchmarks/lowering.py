@@ -188,7 +188,7 @@ def _fake(model: nn.Module, arguments: Any, mode: FakeTensorMode) -> tuple[nn.Mo
 def _known_times(wanted: dict[str, Any], cache: Any, _: str) -> None:
     """Take the times that were measured on the device; whatever is missing is estimated, and named."""
     times = json.loads((PROFILES / "h200_ops.json").read_text())
-    cache.entries = {key: cost_model.OpTiming(us, size) for key, (us, size) in times.items()}
+    cache.entries = {key: cost_model.OpTiming(*figures) for key, figures in times.items()}
     cache.entries |= {
         signature: cost_model.OpTiming(us, size) for signature, (us, size) in halved_times(wanted, times).items()
     }

@@ -48,10 +48,16 @@ class HostTimes:
     step_us: Float64
 
 
-def host_times(module: fx.GraphModule, facts: GraphFacts, host: HostCosts) -> HostTimes:
-    """Host us of every node of a normalized joint graph, in the order of `facts`, under the costs' inner compiler."""
+def host_times(
+    module: fx.GraphModule, facts: GraphFacts, host: HostCosts, called_us: Sequence[float | None] = ()
+) -> HostTimes:
+    """Host us of every node of a normalized joint graph, in the order of `facts`, under the costs' inner compiler.
+
+    called_us: what calls cost the host where they were timed, by node; None, or empty: by their kind.
+    """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     of = _generated_us(nodes, facts, host) if host.inner == "inductor" else _eager_us(nodes, facts, host)
+    of = [known if known is not None else us for us, known in zip(of, called_us or [None] * len(of), strict=True)]
     step = np.zeros(HOST_FIGURES, np.float64)
     inputs = sum(phase == INPUT for phase in facts.node_phase) - len(facts.tangent_storages)
     step[ENTER_FORWARD] = host.forward_us + host.input_us * inputs

@@ -246,7 +246,7 @@ def plan_graph(
             "facts", lambda: extract_facts(module, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved)
         )
         costs = runner.run("cost", lambda: node_costs(module, facts, profile, measure=measure, fusing=fusing))
-        launches = host_times(module, facts, host_costs) if host_costs is not None else None
+        launches = host_times(module, facts, host_costs, costs.host_us) if host_costs is not None else None
         offers = choose_codecs(module, facts, profile, options.allow, lossy=options.lossy, observed=seen)
         return facts, costs, launches, tuple(offers)
 

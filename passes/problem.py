@@ -31,11 +31,14 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured or estimated costs, in node order (time) and node order (workspace, device bytes beyond results)."""
+    """Measured or estimated costs in node order: time, workspace (device bytes beyond results), and what the call was
+    seen to cost the host (None: not timed by itself; empty: none was).
+    """
 
     time_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     estimated: tuple[bool, ...]
+    host_us: tuple[float | None, ...] = ()
 
 
 def _csr(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:

@@ -1,8 +1,8 @@
 """Measure what the host spends on a step: launches, transfers, and the way into a compiled forward and backward.
 
-    chain of products, 4 and 28 long      -> the way in, and one product
+    chain of products, 4 and 16 long      -> the way in, and one product
     chain of products with something else -> that something
-    network of 4 and 28 parameters        -> what each parameter adds to a forward and to a backward
+    network of 4 and 16 parameters        -> what each parameter adds to a forward and to a backward
 
 Tensors are so small that the device is never what is waited for. No two kernels of a chain are the same, and the
 processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel, and
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,15 +22,14 @@ import torch
 from torch import nn
 
 from fxhome.device import HostCosts
+from fxhome.host_clock import Sweeper, undisturbed
 from fxhome.runtime import codec_ops, ops
 from fxhome.runtime.compile_apart import outside_of_compilation
 
-SHORT, LONG = 4, 28
+SHORT, LONG = 4, 16
 SIDE, STEP = 64, 8
 WARMUP_RUNS = 4
 TIMED_RUNS = 40
-SWEPT_BYTES = 8 << 20
-"""More than a core has of caches of its own, and less than cores share: as in a step of some hundred kernels."""
 _SWAP_BYTES = 1 << 16
 
 
@@ -191,11 +189,6 @@ def transfer_us(device: torch.device) -> dict[str, list[float]]:
     return found
 
 
-def undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile: other processes on the same cores only ever add."""
-    return statistics.quantiles(times, n=4)[0]
-
-
 def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> list[list[float]]:
     """Host us of each of `works`, one run of each after the other, again and again; the device idle before each.
 
@@ -203,7 +196,7 @@ def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> lis
     neighbours.
     """
     times: list[list[float]] = [[] for _ in works]
-    sweep = _sweep()
+    sweep = Sweeper()
     for _ in range(WARMUP_RUNS + TIMED_RUNS):
         for work, found in zip(works, times, strict=True):
             _wait(device)
@@ -219,16 +212,6 @@ def _compiled(module: nn.Module, inner: str) -> Callable[..., Any]:
     # Planned graphs are compiled so that no buffer is used again.
     options: Any = {"allow_buffer_reuse": False} if inner == "inductor" else None
     return torch.compile(module, backend=inner, options=options, dynamic=False)
-
-
-def _sweep() -> Callable[[], None]:
-    """What puts other bytes into the caches of the core that calls it."""
-    target, source = bytearray(SWEPT_BYTES // 2), bytes(SWEPT_BYTES // 2)
-
-    def run() -> None:
-        target[:] = source
-
-    return run
 
 
 def _wait(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -120,6 +121,17 @@ def test_a_convolution_costs_a_call_for_each_gradient() -> None:
     assert by_target["aten.convolution_backward.default"] == 2 * COSTS.convolution_us
     _, _, by_target = timed("inductor", convolve, both[0].detach(), both[1])
     assert by_target["aten.convolution_backward.default"] == COSTS.convolution_us
+
+
+def test_a_call_that_was_timed_costs_what_it_took() -> None:
+    module, outputs = normalized(block, *matrices())
+    facts = extract_facts(module, outputs, "cuda")
+    costs = dataclasses.replace(COSTS, inner="aot_eager")
+    place = facts.index()["mm"]
+    called = [33.0 if i == place else None for i in range(len(facts.node_names))]
+    plain, known = host_times(module, facts, costs), host_times(module, facts, costs, called)
+    assert (plain.node_us[place], known.node_us[place]) == (COSTS.library_us, 33.0)
+    assert np.delete(plain.node_us, place).tolist() == np.delete(known.node_us, place).tolist()
 
 
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])

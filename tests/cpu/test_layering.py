@@ -13,6 +13,7 @@ BASE = {
     "fxhome.budget",
     "fxhome.device",
     "fxhome.errors",
+    "fxhome.host_clock",
     "fxhome.json_codec",
     "fxhome.options",
     "fxhome.placement",
