@@ -182,9 +182,11 @@ def _notes(mode: str | None, inner: str) -> list[str]:
     return notes
 
 
-@functools.cache
 def _allocate_library_workspaces(device: torch.device) -> None:
-    """Make cuBLAS take its workspaces now, on this thread and on autograd's: they stay, so they are resident."""
+    """Make cuBLAS take its workspaces now, on this thread and on autograd's: they stay, so they are resident.
+
+    For every graph: what was measured for it may have made cuBLAS give them back.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             left = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)

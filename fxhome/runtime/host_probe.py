@@ -35,7 +35,14 @@ _SWAP_BYTES = 1 << 16
 
 def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
     """The host's costs under `inner` ("aot_eager" or "inductor") on `device`; takes a few seconds, mostly compiling."""
-    return outside_of_compilation(lambda: _measure(device, inner))
+    costs = outside_of_compilation(lambda: _measure(device, inner))
+    if device.type == "cuda":
+        # What this has left behind would be resident in the step that is planned now, and in no later process.
+        torch.cuda.synchronize(device)
+        clear_workspaces: Any = torch._C._cuda_clearCublasWorkspaces
+        clear_workspaces()
+        torch.cuda.empty_cache()
+    return costs
 
 
 def _measure(device: torch.device, inner: str) -> HostCosts:
