@@ -13,6 +13,7 @@ import argparse
 import json
 import time
 from collections.abc import Sequence
+from dataclasses import astuple
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +73,7 @@ def main() -> None:
         torch.cuda.empty_cache()
     known = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
     cache = TimingCache(profile)
-    known |= {signature: [t.time_us, t.workspace_bytes] for signature, t in sorted(cache.entries.items())}
+    known |= {signature: list(astuple(timing)) for signature, timing in cache.entries.items()}
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     arguments.out.write_text(json.dumps(dict(sorted(known.items())), indent=0) + "\n")
     print(f"{len(cache.entries)} operators in {arguments.out}", flush=True)

@@ -137,7 +137,7 @@ def plan(
     The plan is an estimate (`plan.estimated`): costs come from the profile's rates. Raises as `optimize` does.
     """
     parsed = Options.from_mapping({"memory_budget": memory_budget, **options})
-    return plan_offline(model, tuple(example_args), parsed, _profile(model, device))
+    return plan_offline(model, tuple(example_args), parsed, _profile(model, device, parsed.inner))
 
 
 def plans() -> list[Plan]:
@@ -145,14 +145,14 @@ def plans() -> list[Plan]:
     return ledger.plans()
 
 
-def _profile(model: nn.Module, device: DeviceProfile | str | Path | None) -> DeviceProfile:
+def _profile(model: nn.Module, device: DeviceProfile | str | Path | None, inner: str | None) -> DeviceProfile:
     if isinstance(device, DeviceProfile):
         return device
     if device is None:
         kinds = {tensor.device.type for tensor in model.parameters()}
-        return cached_profile("cuda" if "cuda" in kinds else "cpu")
+        return cached_profile("cuda" if "cuda" in kinds else "cpu", inner or "inductor")
     if isinstance(device, str) and (device == "cpu" or device.split(":")[0] == "cuda"):
-        return cached_profile(device)
+        return cached_profile(device, inner or "inductor")
     return DeviceProfile.load(device)
 
 

@@ -75,7 +75,7 @@ def managed(
     """The ManagedGraph of one Dynamo graph, its first variant compiled or refused."""
     _fail_at_recompile_limit()
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
-    profile = cached_profile(device)
+    profile = cached_profile(device, inner)
     if device.type == "cuda":
         _allocate_library_workspaces(device)
     context = torch._guards.TracingContext.try_get()
@@ -187,9 +187,11 @@ def _notes(mode: str | None, inner: str) -> list[str]:
     return notes
 
 
-@functools.cache
 def _allocate_library_workspaces(device: torch.device) -> None:
-    """Make cuBLAS take its workspaces now, on this thread and on autograd's: they stay, so they are resident."""
+    """Make cuBLAS take its workspaces now, on this thread and on autograd's: they stay, so they are resident.
+
+    For every graph: what was measured for it may have made cuBLAS give them back.
+    """
     for dtype in (torch.float32, torch.bfloat16):
         with torch.enable_grad(), torch.autocast("cuda", enabled=False):
             left = torch.ones(64, 64, device=device, dtype=dtype, requires_grad=True)

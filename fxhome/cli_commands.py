@@ -67,7 +67,7 @@ def plan(arguments: argparse.Namespace) -> Result:
     for name in ("budgets", "plot"):
         if getattr(arguments, name) is not None:
             raise OptionError(f"--{name} is for many budgets; give --sweep with it, or --memory-budget for one plan")
-    profile = _profile(arguments.device)
+    profile = _profile(arguments.device, getattr(arguments, "inner", None))
     workload = _meta_workload(arguments, profile)
     made: Plan = fxhome.plan(workload.model, workload.example_args, device=profile, **given)
     if arguments.output is not None:
@@ -91,7 +91,7 @@ def _sweep(arguments: argparse.Namespace, given: dict[str, object]) -> Result:
 
     if arguments.plot is not None:
         check_plot(arguments.plot)
-    profile = _profile(arguments.device)
+    profile = _profile(arguments.device, getattr(arguments, "inner", None))
     workload = _meta_workload(arguments, profile)
     options = Options.from_mapping(given)
     found = sweep_offline(workload.model, tuple(workload.example_args), options, profile, budgets)
@@ -128,9 +128,11 @@ def profile(arguments: argparse.Namespace) -> Result:
     """`fxhome profile`: measure a device, and tune the codecs' kernels on a GPU."""
     _check_output(arguments.output)
     device = _device(arguments.device)
-    from fxhome.device import measure_profile
+    from fxhome.device import measure_profile, with_host_costs
 
     measured = measure_profile(device)
+    for inner in ("aot_eager", "inductor") if device.type == "cuda" else ():
+        measured = with_host_costs(measured, device, inner)
     if arguments.output is not None:
         measured.save(arguments.output)
 
@@ -197,10 +199,10 @@ def _device(name: str | None) -> torch.device:
     return resolve_device(name if name is not None else "cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _profile(name: str | None) -> DeviceProfile:
+def _profile(name: str | None, inner: str | None) -> DeviceProfile:
     """The profile to plan for: a file, or that of a device of this machine (measured once and cached)."""
     from fxhome.device import DeviceProfile, cached_profile
 
     if name is not None and Path(name).suffix == ".json":
         return DeviceProfile.load(name)
-    return cached_profile(_device(name))
+    return cached_profile(_device(name), inner or "inductor")

@@ -23,9 +23,42 @@ import torch
 
 from fxhome.errors import DeviceError
 from fxhome.json_codec import DecodeError, decode, encode
+from fxhome.progress import progress
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 log = logging.getLogger("fxhome")
+
+
+@dataclasses.dataclass(frozen=True)
+class HostCosts:
+    """What the host spends on a training step before the device may start, under one inner compiler. Microseconds.
+
+    forward_us, backward_us: a step's start up to its first kernel, and from there between the forward and the backward.
+    input_us, gradient_us: what each input adds to the first (its guards, its passing on), each gradient to the second.
+    kernel_us: a generated kernel, or one eager operator. library_us: a matrix product. convolution_us: a convolution.
+    view_us: a view. swap_out_us and swap_in_us start a copy, wait_us waits for one; encode_us, decode_us: one codec.
+    """
+
+    inner: str  # "aot_eager" or "inductor"
+    forward_us: float
+    backward_us: float
+    input_us: float
+    gradient_us: float
+    kernel_us: float
+    library_us: float
+    convolution_us: float
+    view_us: float
+    swap_out_us: float
+    swap_in_us: float
+    wait_us: float
+    encode_us: float
+    decode_us: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            number = getattr(self, field.name)
+            if field.name != "inner" and not (math.isfinite(number) and number >= 0):
+                raise ValueError(f"{field.name} should be finite and not negative, got {number}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +84,10 @@ class DeviceProfile:
     versions: tuple[tuple[str, str], ...]
     copy_slowdown: float = 1.0
     """How many times longer computing takes while a copy engine is busy: it shares memory and power."""
+    kernel_us: float = 2.0
+    """What a busy device takes for a kernel that has nothing to do: its start, its end, and the gap to the next."""
+    host: tuple[HostCosts, ...] = ()
+    """One entry per inner compiler for which they were measured; none on a CPU, where the host is the device."""
 
     def __post_init__(self) -> None:
         if self.kind not in ("cuda", "cpu"):
@@ -65,13 +102,17 @@ class DeviceProfile:
         """Measured matrix rate of `dtype` in operations per second; None where it was not measured."""
         return dict(self.flops_per_s).get(str(dtype).removeprefix("torch."))
 
+    def host_costs(self, inner: str) -> HostCosts | None:
+        """What the host spends under `inner`; None where that was not measured."""
+        return next((costs for costs in self.host if costs.inner == inner), None)
+
     def fingerprint(self) -> str:
         """Which device this is: equal for every measurement of the same device, whatever the rates came out as."""
         memory = self.total_memory_bytes if self.kind == "cuda" else 0  # a CPU's share of memory varies by container
         return hashlib.sha256(f"{self.kind}|{self.name}|{memory}".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The profile as a JSON document (schema 2)."""
+        """The profile as a JSON document (schema 3)."""
         return json.dumps({"schema": SCHEMA_VERSION, "device_profile": encode(self)}, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -100,11 +141,37 @@ def measure_profile(device: torch.device | str) -> DeviceProfile:
     return probe.measure(resolve_device(device))
 
 
-def cached_profile(device: torch.device | str) -> DeviceProfile:
+def with_host_costs(profile: DeviceProfile, device: torch.device | str, inner: str) -> DeviceProfile:
+    """The profile with what the host spends under `inner`, measured now where it is not told: some seconds.
+
+    On a CPU there is nothing to measure. What cannot be compiled at all is warned about and left out: times of plans
+    then leave out the host.
+    """
+    if profile.kind != "cuda" or profile.host_costs(inner) is not None:
+        return profile
+    from fxhome.runtime.host_probe import measure_host_costs
+
+    resolved = resolve_device(device)
+    try:
+        with measuring_turn(resolved), progress(f"measuring the host under {inner}"):
+            found = measure_host_costs(resolved, inner)
+    except RuntimeError as error:
+        warnings.warn(
+            f"fxhome: what a step costs the host under inner={inner!r} cannot be measured "
+            f"({str(error).splitlines()[0]}); predicted times leave it out",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return profile
+    return dataclasses.replace(profile, host=(*profile.host, found))
+
+
+def cached_profile(device: torch.device | str, inner: str | None = None) -> DeviceProfile:
     """The profile of `device`, measured at its first use and then read from the cache directory.
 
-    The directory is $FXHOME_CACHE_DIR or ~/.cache/fxhome; the key is the device's name and the versions. A file that
-    cannot be read is measured again and one that cannot be written is not kept; both are warned about once.
+    inner: the inner compiler whose host costs it must have ("aot_eager" or "inductor"); None: none. The directory is
+    $FXHOME_CACHE_DIR or ~/.cache/fxhome; the key is the device's name and the versions. A file that cannot be read is
+    measured again and one that cannot be written is not kept; both are warned about once.
     """
     resolved = resolve_device(device)
     identity = device_identity(resolved)
@@ -112,6 +179,13 @@ def cached_profile(device: torch.device | str) -> DeviceProfile:
     key = (str(path), identity)
     if key not in _measured:
         _measured[key] = _read_cache(path, identity) or _measure_and_store(resolved, path)
+    if inner is not None and (resolved.type, inner) not in _left_out:
+        known = _measured[key]
+        _measured[key] = with_host_costs(known, resolved, inner)
+        if _measured[key].host_costs(inner) is None:
+            _left_out.add((resolved.type, inner))
+        elif _measured[key] is not known:
+            _store(_measured[key], path)
     return _measured[key]
 
 
@@ -151,6 +225,8 @@ def measuring_turn(device: torch.device) -> Iterator[None]:
 
 
 _measured: dict[tuple[str, object], DeviceProfile] = {}
+_left_out: set[tuple[str, str]] = set()
+"""Kinds of device and inner compilers whose host costs are not to be had in this process."""
 
 
 def resolve_device(device: torch.device | str) -> torch.device:
@@ -206,6 +282,11 @@ def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...
 def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
     with measuring_turn(device):
         profile = measure_profile(device)
+    _store(profile, path)
+    return profile
+
+
+def _store(profile: DeviceProfile, path: Path) -> None:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         profile.save(path)
@@ -216,7 +297,6 @@ def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
             RuntimeWarning,
             stacklevel=2,
         )
-    return profile
 
 
 def _parse(text: str) -> DeviceProfile:

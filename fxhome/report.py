@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING
 
 from rich.console import Console
@@ -63,15 +63,26 @@ def render_run(report: RunReport, console: Console) -> None:
 
 
 def render_profile(profile: Mapping[str, object], console: Console) -> None:
-    """Print a device profile given as {field: value}; lists of pairs take one row per pair."""
+    """Print a device profile given as {field: value}; lists take one row per pair, or per figure of each entry."""
     table = Table(title="device profile")
     table.add_column("")
     table.add_column("value", justify="right", overflow="fold")
     for name, value in profile.items():
-        for key, entry in value if isinstance(value, list) else (("", value),):
+        for key, entry in _profile_rows(value):
             shown = f"{entry:.4g}" if isinstance(entry, float) else str(entry)
             table.add_row(f"{name} {key}".rstrip(), Text(shown))
     console.print(table)
+
+
+def _profile_rows(value: object) -> Iterator[tuple[str, object]]:
+    if not isinstance(value, list):
+        yield "", value
+        return
+    for entry in value:
+        if isinstance(entry, dict):
+            yield from ((f"{entry['inner']} {name}", figure) for name, figure in entry.items() if name != "inner")
+        else:
+            yield entry
 
 
 def placed_bytes(plan: Plan) -> dict[str, int]:

@@ -36,8 +36,6 @@ from fxhome.progress import progress
 log = logging.getLogger("fxhome.cost")
 
 SMALL_OP_BYTES = 1 << 16
-# A kernel's own start and end on the device; its launch on the host runs ahead.
-FUSED_LAUNCH_US = 2.0
 _CONVOLUTION = torch.ops.aten.convolution.default
 _MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
 
@@ -104,7 +102,7 @@ class TimingCache:
     """Measured operator times of one device and set of versions, kept in one JSON file."""
 
     def __init__(self, profile: DeviceProfile, directory: Path | None = None) -> None:
-        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|4".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|5".encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"ops-{profile.kind}-{key}.json"
         self.entries: dict[str, OpTiming] = {}
         self.read()
@@ -114,13 +112,15 @@ class TimingCache:
         if self.path.exists():
             try:
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
-                self.entries |= {name: OpTiming(float(t), int(w)) for name, (t, w) in stored.items()}
+                self.entries |= {name: _timing(*figures) for name, figures in stored.items()}
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 log.warning("%s cannot be read (%s); operators are measured again", self.path, error)
 
     def save(self) -> None:
         """Write all entries; a reader never sees half a file. A read-only cache directory costs only the reuse."""
-        document = json.dumps({name: [t.time_us, t.workspace_bytes] for name, t in sorted(self.entries.items())})
+        document = json.dumps(
+            {name: [t.time_us, t.workspace_bytes, t.host_us] for name, t in sorted(self.entries.items())}
+        )
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=self.path.parent, delete=False, encoding="utf-8") as handle:
@@ -128,6 +128,10 @@ class TimingCache:
             os.replace(handle.name, self.path)
         except OSError as error:
             log.warning("%s cannot be written (%s); operators will be measured again next time", self.path, error)
+
+
+def _timing(time_us: float, workspace_bytes: int, host_us: float | None = None) -> OpTiming:
+    return OpTiming(float(time_us), int(workspace_bytes), None if host_us is None else float(host_us))
 
 
 def _must_measure(node: fx.Node, kind: int, device_type: str) -> bool:
@@ -168,8 +172,10 @@ def node_costs(
     times: list[float] = []
     workspaces: list[int] = []
     estimated: list[bool] = []
+    hosts: list[float | None] = []
     for i, node in enumerate(nodes):
         timing = cache.entries.get(measured[i]) if cache is not None and i in measured else None
+        hosts.append(timing.host_us if timing is not None else None)
         if i in fused:
             times.append(fused[i])
             workspaces.append(0)
@@ -186,7 +192,7 @@ def node_costs(
             times.append(estimate_us(node, profile))
             workspaces.append(0)
             estimated.append(i in measured or not measure)
-    return Costs(tuple(times), tuple(workspaces), tuple(estimated))
+    return Costs(tuple(times), tuple(workspaces), tuple(estimated), tuple(hosts))
 
 
 def _adds_bias_apart(node: fx.Node) -> bool:
@@ -198,7 +204,7 @@ def _bias_us(node: fx.Node, profile: DeviceProfile) -> float:
     """What adding the bias takes besides: nothing in the one loop that reads the result anyhow."""
     write_us = _result_bytes(node) / profile.memory_bytes_per_s * 1e6
     if not all(is_generated_loop(user) for user in node.users):
-        return 2 * write_us + FUSED_LAUNCH_US
+        return 2 * write_us + profile.kernel_us
     return 0.0 if len(node.users) == 1 else write_us
 
 
@@ -215,7 +221,7 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
         if node in virtual:
             costs[i] = 0.0
         elif node in written:
-            read, launch = sum(_result_bytes(source) for source in reads[node]), FUSED_LAUNCH_US
+            read, launch = sum(_result_bytes(source) for source in reads[node]), profile.kernel_us
             if is_reduction(node):
                 # Sums of the same elements are taken in one pass: batch norm's backward needs two of them.
                 loop = (facts.node_phase[i], sources[node], str(node.args[1:]))

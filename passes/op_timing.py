@@ -16,6 +16,8 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from fxhome.host_clock import Sweeper, undisturbed
+
 WARMUP_RUNS = 1
 TIMED_RUNS = 3
 # One slow operator must not hold up planning: after this much time it has been seen often enough.
@@ -32,14 +34,18 @@ HOLD_US = 1_000.0
 MAX_HOLD_US = 60_000.0
 CYCLES_PER_US = 1_800
 LONG_US = 2_000.0
+HOST_RUNS = 8
 
 
 @dataclass(frozen=True)
 class OpTiming:
-    """Time of one call and the device bytes that the operator took and gave back besides its results."""
+    """Time of one call, the device bytes that the operator took and gave back besides its results, and the host's time
+    until it was launched; None where the host is the device.
+    """
 
     time_us: float
     workspace_bytes: int
+    host_us: float | None = None
 
 
 @contextlib.contextmanager
@@ -105,6 +111,7 @@ def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpT
     after = torch.cuda.memory_allocated(device)
     del result
     workspace = max(0, peak - max(after, before))
+    host_us = _host_us(target, args, kwargs, device)
     once_us = _elapsed_us(target, args, kwargs, 1)
     # A burst runs at a higher clock than a whole training step does: the device is kept busy until the clock has
     # settled, and timed without a gap behind that. Whoever else uses the device only makes a part of it longer.
@@ -112,7 +119,22 @@ def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpT
     if once_us >= BRIEF_US:
         _elapsed_us(target, args, kwargs, runs)
     part = -(-runs // PARTS)
-    return OpTiming(min(_elapsed_us(target, args, kwargs, part) for _ in range(PARTS)), workspace)
+    elapsed_us = min(_elapsed_us(target, args, kwargs, part) for _ in range(PARTS))
+    return OpTiming(elapsed_us, workspace, host_us)
+
+
+def _host_us(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
+    """Host us of one call, the device idle before it: until it returns, not until the device is done."""
+    sweep = Sweeper()
+    times = []
+    for _ in range(HOST_RUNS):
+        torch.cuda.synchronize(device)
+        sweep()
+        begin = time.perf_counter_ns()
+        result = target(*args, **kwargs)
+        times.append((time.perf_counter_ns() - begin) / 1e3)
+        del result
+    return undisturbed(times)
 
 
 def _elapsed_us(target: Any, args: Any, kwargs: Any, runs: int) -> float:

@@ -38,6 +38,7 @@ from fxhome.passes.cost_model import node_costs
 from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
+from fxhome.passes.host_times import HostTimes, host_times
 from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
@@ -245,15 +246,17 @@ def plan_graph(
     take_saved_early(work, saved)
     seen = {} if replays else dict(situation.observed_bytes)
 
-    def model(module: GraphModule) -> tuple[GraphFacts, Costs, tuple[StorageCodecs, ...]]:
+    def model(module: GraphModule) -> tuple[GraphFacts, Costs, HostTimes | None, tuple[StorageCodecs, ...]]:
         facts = runner.run(
             "facts", lambda: extract_facts(module, num_fwd_outputs, profile.kind, fusing=fusing, saved=saved)
         )
         costs = runner.run("cost", lambda: node_costs(module, facts, profile, measure=measure, fusing=fusing))
+        launches = host_times(module, facts, host_costs, costs.host_us) if host_costs is not None else None
         offers = choose_codecs(module, facts, profile, options.allow, lossy=options.lossy, observed=seen)
-        return facts, costs, tuple(offers)
+        return facts, costs, launches, tuple(offers)
 
-    facts, costs, codecs = model(work)
+    host_costs = profile.host_costs(inner)
+    facts, costs, launches, codecs = model(work)
     resident = facts.input_bytes if situation.resident_bytes is None else situation.resident_bytes
     replay = find_replay(replays, facts)
     tangent_bytes = sum(facts.storages[s].size_bytes for s in facts.tangent_storages)
@@ -271,6 +274,7 @@ def plan_graph(
             outside_bytes=situation.outside_bytes,
             between_bytes=between_bytes,
             off_host={*off_host, *situation.fixed_layouts},
+            host=launches,
         )
 
     # The backward's tangents are not there yet in between.
@@ -353,7 +357,7 @@ def plan_graph(
         take_saved_early(work, saved)
         if [node.name for node in work.graph.nodes] != before:
             fingerprint = facts.fingerprint
-            facts, costs, codecs = model(work)
+            facts, costs, launches, codecs = model(work)
             facts = replace(facts, fingerprint=fingerprint)
             problem = assemble(between_bytes)
             alone = assemble(0) if between_bytes else problem

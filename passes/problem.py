@@ -7,6 +7,7 @@ import numpy as np
 
 from fxhome.passes.codec_choice import NO_CODEC, StorageCodecs
 from fxhome.passes.facts import GraphFacts, StorageFacts
+from fxhome.passes.host_times import HostTimes
 from fxhome.passes.simulate import (
     COMPRESS,
     COMPRESS_SWAP,
@@ -30,11 +31,14 @@ SMALL_BYTES = 4096
 
 @dataclass(frozen=True)
 class Costs:
-    """Measured or estimated costs, in node order (time) and node order (workspace, device bytes beyond results)."""
+    """Measured or estimated costs in node order: time, workspace (device bytes beyond results), and what the call was
+    seen to cost the host (None: not timed by itself; empty: none was).
+    """
 
     time_us: tuple[float, ...]
     workspace_bytes: tuple[int, ...]
     estimated: tuple[bool, ...]
+    host_us: tuple[float | None, ...] = ()
 
 
 def _csr(rows: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
@@ -71,6 +75,7 @@ def build_problem(
     between_bytes: int = 0,
     codecs: Sequence[StorageCodecs] | None = None,
     off_host: Collection[str] = (),
+    host: HostTimes | None = None,
 ) -> Problem:
     """Assemble the numbers; storages under 4 KiB are never swapped, nor those under 64 KiB compressed.
 
@@ -78,6 +83,7 @@ def build_problem(
     between_bytes: needed only between this forward and its backward (the graphs that run in between).
     codecs: what `choose_codecs` offers, per storage; None compresses nothing.
     off_host: names of storages for which the host has no room.
+    host: what launching costs; None: nothing, as on a CPU, where the host is the device.
     """
     offers = tuple(codecs) if codecs is not None else (NO_CODEC,) * len(facts.storages)
     nodes = len(facts.node_names)
@@ -124,6 +130,8 @@ def build_problem(
         taker_start=taker_start,
         taker_node=taker_node,
     )
+    if host is not None:
+        arrays = arrays._replace(node_host_us=host.node_us, host_us=host.step_us)
     on_device = set(allow) - {"swap"}
     rows = [
         allowed_placements(s, on_device if s.name in off_host else allow, offer)

@@ -110,7 +110,8 @@ class SimResult:
 
     An entry of `program` is a node, or n + s / n + storages + s for the encode / decode of storage s (n nodes).
     forward_length: instructions before the backward. produced, and the places of copies (see `simulate_transfers`): per
-    storage, -1 where none.
+    storage, -1 where none. host_us: when the host has launched everything; idle_us: per instruction, and at the end,
+    how long the device waits for it before that.
     """
 
     peak_bytes: int
@@ -134,6 +135,8 @@ class SimResult:
     wait_in: npt.NDArray[np.int32]
     curve: npt.NDArray[np.int64]
     start_us: npt.NDArray[np.float64]
+    idle_us: npt.NDArray[np.float64]
+    host_us: float
     arrays: SimArrays
 
     @cached_property
@@ -156,11 +159,11 @@ def simulate(problem: Problem, placement: Placements, budget: int, *, synchronou
     assert problem.allowed[rows, placement].all(), "a placement that the facts do not allow"
     assert not synchronous or not np.isin(placement, (COMPRESS, COMPRESS_SWAP)).any(), "vDNN encodes nothing"
     g = problem.arrays
-    program, recomputed, forward, saved, at, curve, start_us, times, sizes = timing.run_program(
+    program, recomputed, forward, saved, at, curve, start_us, idle_us, times, sizes = timing.run_program(
         g, problem.link, placement, budget, synchronous
     )
     produced, last_forward, first_backward, last_backward, issue_out, wait_out, issue_in, wait_in = at
-    step, stall, out_busy, in_busy = times.tolist()
+    step, stall, out_busy, in_busy, host_us = times.tolist()
     peak, position, host = sizes.tolist()
     return SimResult(
         peak_bytes=peak,
@@ -184,6 +187,8 @@ def simulate(problem: Problem, placement: Placements, budget: int, *, synchronou
         wait_in=wait_in,
         curve=curve,
         start_us=start_us,
+        idle_us=idle_us,
+        host_us=host_us,
         arrays=g,
     )
 

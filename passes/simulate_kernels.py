@@ -23,6 +23,9 @@ from numba import njit
 KEEP, SWAP, RECOMPUTE, RECOMPUTE_EACH, COMPRESS, COMPRESS_SWAP = range(6)
 INPUT, FORWARD, BACKWARD = range(3)
 OWNER, ALIAS, GETITEM, VIRTUAL = range(4)
+# Entries of `SimArrays.host_us`.
+ENTER_FORWARD, ENTER_BACKWARD, LEAVE, SWAP_OUT, SWAP_IN, WAIT, ENCODE, DECODE = range(8)
+HOST_FIGURES = 8
 
 # An instance of a RECOMPUTE_EACH storage is reused by readers that follow within this many instructions; a later reader
 # gets a new instance. Below it, re-running the producer for a neighbour (conv backward after conv backward) is waste.
@@ -66,6 +69,9 @@ class SimArrays(NamedTuple):
     # CSR by storage, empty where there is none at all: nodes whose result may be written over the storage
     taker_start: Int32 = np.empty(0, np.int32)
     taker_node: Int32 = np.empty(0, np.int32)
+    # Host us of launching each node, empty where the host is not simulated; of what a step and its copies add to it
+    node_host_us: Float64 = np.empty(0, np.float64)
+    host_us: Float64 = np.zeros(HOST_FIGURES, np.float64)
 
 
 class Link(NamedTuple):
@@ -106,6 +112,47 @@ def instruction_times(program, total, node_us, encode_us, decode_us):  # type: i
         else:
             times[p] = node_us[entry]
     return times
+
+
+@njit(cache=True, inline="always")
+def launch_us(g, entry):  # type: ignore[no-untyped-def]
+    """Host us of launching a program entry: a node, an encode or a decode; nothing where there is no host."""
+    n = g.node_phase.shape[0]
+    if entry >= n + g.storage_bytes.shape[0]:
+        return g.host_us[DECODE]
+    if entry >= n:
+        return g.host_us[ENCODE]
+    return g.node_host_us[entry] if g.node_host_us.shape[0] > 0 else 0.0
+
+
+@njit(cache=True)
+def host_idle(g, placement, saved, program, forward, total, times, produced, first_backward):  # type: ignore[no-untyped-def]
+    """Us that the device waits for the host before each entry, if no copy ever holds it up.
+
+    Copies have no places yet: each is taken to be started and waited for where it is ready, and where it is read.
+    """
+    idle = np.zeros(total + 1, np.float64)
+    if g.node_host_us.shape[0] == 0:
+        return idle
+    n = g.node_phase.shape[0]
+    back = np.zeros(total + 1, np.int64)
+    for s in range(g.storage_bytes.shape[0]):
+        if is_moved(placement, saved, s):
+            back[first_backward[s]] += 1
+    now = 0.0
+    host = g.host_us[ENTER_FORWARD]
+    for p in range(total):
+        if p == forward:
+            host += g.host_us[ENTER_BACKWARD]
+        host += back[p] * (g.host_us[SWAP_IN] + g.host_us[WAIT]) + launch_us(g, program[p])
+        idle[p] = max(0.0, host - now)
+        now += idle[p] + times[p]
+        if p < forward:
+            s = program[p] - n if program[p] >= n else g.root_storage[program[p]]
+            is_ready = program[p] >= n or (s >= 0 and produced[s] == p and not is_encoded(placement[s]))
+            if is_ready and is_moved(placement, saved, s):
+                host += g.host_us[SWAP_OUT] + g.host_us[WAIT]
+    return idle
 
 
 @njit(cache=True)

@@ -7,7 +7,20 @@ call, outside Python's lock. Conventions are those of `simulate_kernels` and `si
 import numpy as np
 from numba import njit
 
-from fxhome.passes.simulate_kernels import SWAP, build, instruction_times, is_moved, liveness
+from fxhome.passes.simulate_kernels import (
+    ENTER_BACKWARD,
+    ENTER_FORWARD,
+    LEAVE,
+    SWAP,
+    SWAP_IN,
+    SWAP_OUT,
+    WAIT,
+    build,
+    instruction_times,
+    is_moved,
+    launch_us,
+    liveness,
+)
 from fxhome.passes.simulate_transfers import layer_transfers, transfers
 
 OUT, IN = range(2)
@@ -28,12 +41,14 @@ def timeline(  # type: ignore[no-untyped-def]
     issue_in,
     wait_in,
     start_us,
+    idle_us,
 ):
-    """Run the program on three engines; fill `start_us[p]`; return (total us, stall us, d2h busy us, h2d busy us).
+    """Run the program on three engines; return (total us, stall us, d2h busy us, h2d busy us, host us).
 
-    Copies of one direction run one after the other in issue order; while both directions run, each is slowed by the
-    measured duplex factor. What a copy costs the kernels beside it is charged where the copy starts. A wait stalls
-    compute until its copy has ended.
+    Fills `start_us[p]`, and `idle_us[p]`: how long the device waits for the host before it. The host launches one entry
+    after the other and waits for none: nothing starts before it is launched. Copies of one direction run one after the
+    other in issue order; while both directions run, each is slowed by the measured duplex factor. What a copy costs the
+    kernels beside it is charged where the copy starts. A wait stalls compute until its copy has ended.
     """
     storages = g.storage_bytes.shape[0]
     times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
@@ -68,15 +83,20 @@ def timeline(  # type: ignore[no-untyped-def]
     queue = np.zeros((2, 2), np.int64)
     slowdown = link.duplex_slowdown
     beside = link.compute_slowdown - 1.0
+    start_host_us = (g.host_us[SWAP_OUT], g.host_us[SWAP_IN])
     now = 0.0
+    host = g.host_us[ENTER_FORWARD]
     stall = 0.0
     for p in range(total + 1):
+        if p == forward:
+            host += g.host_us[ENTER_BACKWARD]
         for side in range(2):
             if p == total and side == IN:
                 break
             s = start_at[side, p]
             while s >= 0:
-                _run_engines(now, -1, side, slowdown, engine, busy, queue, left, ended)
+                host += start_host_us[side]
+                _run_engines(max(now, host), -1, side, slowdown, engine, busy, queue, left, ended)
                 k = queue[side, STARTED]
                 place[side, s] = k
                 left[side, k] = copy_us[side, s]
@@ -85,17 +105,19 @@ def timeline(  # type: ignore[no-untyped-def]
                 s = next_start[side, s]
             s = wait_at[side, p]
             while s >= 0:
+                host += g.host_us[WAIT]
                 k = place[side, s]
                 if queue[side, ENDED] <= k:
                     _run_engines(np.inf, k, side, slowdown, engine, busy, queue, left, ended)
-                if ended[side, k] > now:
-                    stall += ended[side, k] - now
-                    now = ended[side, k]
+                stall += max(0.0, ended[side, k] - max(now, host))
+                now = max(now, ended[side, k])
                 s = next_wait[side, s]
-        if p < total:
-            start_us[p] = now
-            now += times[p]
-    return now, stall, busy[OUT], busy[IN]
+        host += launch_us(g, program[p]) if p < total else g.host_us[LEAVE]
+        idle_us[p] = max(0.0, host - now)
+        now = max(now, host)
+        start_us[p] = now
+        now += times[p]
+    return now, stall, busy[OUT], busy[IN], host
 
 
 @njit(cache=True)
@@ -132,8 +154,8 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
     """Build, live, transfer and time one placement.
 
     Returns (program, recomputed, [forward length], saved, [produced, last_forward, first_backward, last_backward,
-    issue_out, wait_out, issue_in, wait_in] as the rows of one array, curve, start_us, [step, stall, d2h busy, h2d
-    busy], [peak bytes, peak position, host bytes]).
+    issue_out, wait_out, issue_in, wait_in] as the rows of one array, curve, start_us, idle_us, [step, stall, d2h busy,
+    h2d busy, host us], [peak bytes, peak position, host bytes]).
     """
     storages = g.storage_bytes.shape[0]
     capacity = 2 * g.node_phase.shape[0] + 64
@@ -173,8 +195,9 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
             at[7],
         )
     start_us = np.zeros(total + 1, np.float64)
-    step, stall, out_busy, in_busy = timeline(
-        g, placement, saved, program, forward, total, link, at[4], at[5], at[6], at[7], start_us
+    idle_us = np.zeros(total + 1, np.float64)
+    step, stall, out_busy, in_busy, launched = timeline(
+        g, placement, saved, program, forward, total, link, at[4], at[5], at[6], at[7], start_us, idle_us
     )
     start_us[total] = step
     position = 0
@@ -193,7 +216,8 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
         at,
         curve[: total + 1],
         start_us,
-        np.array([step, stall, out_busy, in_busy]),
+        idle_us,
+        np.array([step, stall, out_busy, in_busy, launched]),
         np.array([curve[position], position, host]),
     )
 
@@ -202,4 +226,4 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
 def peak_and_step(g, link, placement, budget):  # type: ignore[no-untyped-def]
     """(peak bytes, step us) of one placement."""
     found = run_program(g, link, placement, budget, False)
-    return found[8][0], found[7][0]
+    return found[9][0], found[8][0]

@@ -15,6 +15,7 @@ from numba import njit
 from fxhome.passes.simulate_kernels import (
     COMPRESS,
     SWAP,
+    host_idle,
     instruction_times,
     is_encoded,
     is_moved,
@@ -52,6 +53,7 @@ def transfers(  # type: ignore[no-untyped-def]
     issue_in[:] = -1
     wait_in[:] = -1
     times = instruction_times(program, total, g.node_time_us, g.storage_encode_us, g.storage_decode_us)
+    idle = host_idle(g, placement, saved, program, forward, total, times, produced, first_backward)
     count = 0
     for s in range(storages):
         if is_moved(placement, saved, s):
@@ -101,6 +103,7 @@ def transfers(  # type: ignore[no-untyped-def]
     d2h_free = 0.0
     extra = 0  # bytes of sources that only wait for their copy
     for p in range(total):
+        now += idle[p]
         # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
         while head < queued and place[queue[head]] < 0:
             head += 1

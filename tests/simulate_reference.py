@@ -7,7 +7,7 @@ the program and the places of waits and issues), never a lifetime, a byte or a t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from hypothesis import strategies as st
@@ -24,7 +24,21 @@ from fxhome.passes.simulate import (
     SimArrays,
     SimResult,
 )
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER
+from fxhome.passes.simulate_kernels import (
+    ALIAS,
+    BACKWARD,
+    ENTER_BACKWARD,
+    ENTER_FORWARD,
+    FORWARD,
+    GETITEM,
+    HOST_FIGURES,
+    INPUT,
+    LEAVE,
+    OWNER,
+    SWAP_IN,
+    SWAP_OUT,
+    WAIT,
+)
 
 
 @dataclass
@@ -55,8 +69,11 @@ class Draft:
 
 
 @st.composite
-def problems(draw: st.DrawFn) -> Problem:
-    """A forward of operators, views and operators with several results; a backward that reads it about in reverse."""
+def problems(draw: st.DrawFn, *, with_host: bool = False) -> Problem:
+    """A forward of operators, views and operators with several results; a backward that reads it about in reverse.
+
+    with_host: launching takes time too, in some of them.
+    """
     draft, sizes = Draft(), st.integers(1, 40)
     inputs = [draft.node(INPUT, OWNER, []) for _ in range(draw(st.integers(1, 2)))]
     readable = list(inputs)
@@ -88,7 +105,15 @@ def problems(draw: st.DrawFn) -> Problem:
             gradients.append(node)
         previous = node
     gradients.append(previous)
-    return _problem(draft, output, tangent_storage, gradients, draw)
+    problem = _problem(draft, output, tangent_storage, gradients, draw)
+    if not with_host or draw(st.booleans()):
+        return problem
+    figures = st.sampled_from([0.0, 1.0, 4.0, 11.0])
+    arrays = problem.arrays._replace(
+        node_host_us=np.array([0.0 if p == INPUT else draw(figures) for p in draft.phase], np.float64),
+        host_us=np.array([draw(figures) for _ in range(HOST_FIGURES)], np.float64),
+    )
+    return replace(problem, arrays=arrays)
 
 
 def _problem(draft: Draft, output: int, tangent: int, gradients: list[int], draw: st.DrawFn) -> Problem:
@@ -313,7 +338,7 @@ class Model:
         return last
 
     def step_us(self) -> float:
-        """Three clocks in small steps: compute waits for copies, copies of one direction run one after the other."""
+        """Four clocks in small steps: compute waits for copies, copies of one direction run one after the other."""
         g, result, link = self.g, self.result, self.link
         queues: tuple[list[list[float]], list[list[float]]] = ([], [])  # [work left, end]
         clock = [0.0]
@@ -345,26 +370,35 @@ class Model:
         out: dict[int, list[float]] = {}
         into: dict[int, list[float]] = {}
         now = 0.0
+        # A fourth clock: when the host has launched what comes next. Nothing starts before that.
+        host = float(g.host_us[ENTER_FORWARD])
+        launch = g.node_host_us if len(g.node_host_us) else np.zeros(len(g.node_phase))
         beside = link.compute_slowdown - 1.0
         for position in range(self.total + 1):
+            host += float(g.host_us[ENTER_BACKWARD]) if position == self.end else 0.0
             for s in moved:
                 if result.issue_out[s] == position:
-                    out[s] = start(0, int(g.storage_copy_bytes[s]), now)
+                    host += float(g.host_us[SWAP_OUT])
+                    out[s] = start(0, int(g.storage_copy_bytes[s]), max(now, host))
                     now += beside * out[s][0]
             for s in moved:
                 if result.wait_out[s] == position:
+                    host += float(g.host_us[WAIT])
                     run_to(np.inf, out[s])
                     now = max(now, out[s][1])
             if position == self.total:
                 break
             for s in moved:
                 if result.issue_in[s] == position:
-                    into[s] = start(1, int(g.storage_copy_bytes[s]), now)
+                    host += float(g.host_us[SWAP_IN])
+                    into[s] = start(1, int(g.storage_copy_bytes[s]), max(now, host))
                     now += beside * into[s][0]
             for s in moved:
                 if result.wait_in[s] == position:
+                    host += float(g.host_us[WAIT])
                     run_to(np.inf, into[s])
                     now = max(now, into[s][1])
             node = int(result.program[position])
-            now += float(g.node_time_us[node])
-        return now
+            host += float(launch[node])
+            now = max(now, host) + float(g.node_time_us[node])
+        return max(now, host + float(g.host_us[LEAVE]))

@@ -24,6 +24,7 @@ _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _SMALL_COPY_BYTES = 64 * 1024
 _SMALL_COPIES = 32
 _LAUNCHES = 200
+_BUSY_CYCLES = 20_000_000
 _MATRIX_ROOM_BYTES = 2048 * _MIB
 _DEVICE_SUMS = 16
 _PRODUCTS = 200
@@ -122,6 +123,7 @@ def _measure_cuda(pool: HostPool, device: torch.device) -> DeviceProfile:
             host_memory_bytes=int(psutil.virtual_memory().total),
             versions=versions,
             copy_slowdown=_copy_slowdown(out, back, device, matrix_size),
+            kernel_us=_kernel_us(device),
         )
 
 
@@ -200,6 +202,22 @@ def _both_ways_seconds(out: Callable[[], object], back: Callable[[], object], co
 
 def _fixed_part_us(small_seconds: float, bytes_per_s: float) -> float:
     return max(small_seconds - _SMALL_COPY_BYTES / bytes_per_s, 1e-7) * 1e6
+
+
+def _kernel_us(device: torch.device) -> float:
+    """One small kernel in a row that is queued behind a busy device: the host is not what it waits for."""
+    one = torch.zeros(1, device=device)
+    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    times = []
+    for _ in range(5):
+        torch.cuda._sleep(_BUSY_CYCLES)
+        begin.record()
+        for _ in range(_LAUNCHES):
+            one.add_(1)
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / _LAUNCHES)
+    return float(statistics.median(times))
 
 
 def _launch_us(device: torch.device, median: Timer) -> float:

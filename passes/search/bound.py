@@ -15,7 +15,7 @@ from fxhome.passes.search.relaxation import Relaxation, relax_problem
 from fxhome.passes.search.result import Placements
 from fxhome.passes.search.structure import Bool, Float64, Int32, Int64, Structure, instruction_times, read_structure
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, PLACEMENTS, RECOMPUTE, SWAP, Problem, simulate
-from fxhome.passes.simulate_kernels import BACKWARD
+from fxhome.passes.simulate_kernels import BACKWARD, ENTER_FORWARD
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
 _SLACK = 1e-6
@@ -64,6 +64,7 @@ def lower_bound(
     if not anchors:
         anchors = _choose_anchors(s, flow, budget_bytes, base.curve, base.program, base.forward_length, room // 2)
     best = 0.0
+    entry_us = float(problem.arrays.host_us[ENTER_FORWARD])
     phases = [False, True] if held is None and reachable <= SEEN_DECISIONS else [bool(held)]
     for see_held in phases:
         for _ in range(rounds):
@@ -71,7 +72,7 @@ def lower_bound(
             step, x = _solve(relaxation, 0.0)
             best = max(best, step)
             if x is None:
-                return Bound(best, False, None, tuple(anchors))
+                return Bound(best + entry_us, False, None, tuple(anchors))
             more = _tight_places(s, flow, budget_bytes, rounded(s, _shares(relaxation, problem, x)), anchors)
             if not more or len(anchors) >= room:
                 break
@@ -82,7 +83,7 @@ def lower_bound(
         exact = solution is not None
         best = max(best, better)
     assert x is not None, "there is at least one round"
-    return Bound(best, exact, _shares(relaxation, problem, x), tuple(anchors))
+    return Bound(best + entry_us, exact, _shares(relaxation, problem, x), tuple(anchors))
 
 
 def _shares(r: Relaxation, problem: Problem, x: Float64) -> Float64:
@@ -150,6 +151,7 @@ def _tight_places(s: Structure, flow: Flow, budget: int, placement: Placements, 
     nodes = s.problem.arrays.node_phase.shape[0]
     wait = np.diff(result.start_us, prepend=0.0)
     wait[1:] -= busy
+    wait -= result.idle_us
     over = np.maximum(0, result.curve[:total] - budget)
     places = [int(p) for p in np.argsort(-over, kind="stable")[:2] if over[p] > 0]
     places += [int(p) for p in np.argsort(-wait[:total], kind="stable")[:3] if wait[p] > 1.0]

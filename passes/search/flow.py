@@ -9,7 +9,7 @@ import numpy as np
 from numba import njit
 
 from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, OWNER, VIRTUAL
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, ENTER_BACKWARD, FORWARD, OWNER, VIRTUAL, SimArrays
 
 
 @dataclass(frozen=True, eq=False)
@@ -17,7 +17,9 @@ class Flow:
     """Static facts for `relaxation`; node and storage ids as in `SimArrays`.
 
     certain: forward nodes that every program runs. certain_until[v]: us of those up to and including v.
-    backward_from[v]: us of the backward's own nodes from v on. backward_alive[v]: bytes of its own storages at v.
+    backward_from[v]: us of the backward's own nodes from v on. launched[v]: host us, from when it enters the forward,
+    until every program has launched what is certain up to and including v. backward_alive[v]: bytes of the backward's
+    own storages at v.
     last_forward: last certain forward reader of each storage. is_output: it is returned by the forward, and is real.
     reader, source: edges of what the backward demands; once_reader, once_source: edges of the forward as it runs first.
     seen_through: views left out of both.
@@ -26,6 +28,7 @@ class Flow:
     certain: Bool
     certain_until: Float64
     backward_from: Float64
+    launched: Float64
     backward_alive: Int64
     last_forward: Int64
     is_output: Bool
@@ -75,6 +78,7 @@ def read_flow(s: Structure) -> Flow:
         certain=certain,
         certain_until=np.cumsum(np.where(certain, g.node_time_us, 0.0)),
         backward_from=np.cumsum(np.where(backward, g.node_time_us, 0.0)[::-1])[::-1],
+        launched=_launched(g, certain),
         backward_alive=np.cumsum(alive)[:n],
         last_forward=np.maximum(reach[g.storage_root], g.storage_owner),
         is_output=is_output,
@@ -84,6 +88,18 @@ def read_flow(s: Structure) -> Flow:
         once_source=once_source[once],
         seen_through=seen_through,
     )
+
+
+def _launched(g: SimArrays, certain: Bool) -> Float64:
+    if g.node_host_us.shape[0] == 0:
+        return np.zeros(g.node_phase.shape[0], np.float64)
+    backward = g.node_phase == BACKWARD
+    ahead = np.cumsum(np.where(certain, g.node_host_us, 0.0))
+    # What updates an input may stand behind the backward, and runs in the forward all the same.
+    entered = float(np.where(certain, g.node_host_us, 0.0).sum()) + float(g.host_us[ENTER_BACKWARD])
+    behind = entered + np.cumsum(np.where(backward, g.node_host_us, 0.0))
+    launched: Float64 = np.where(backward, behind, ahead)
+    return launched
 
 
 def _views(s: Structure) -> Int64:

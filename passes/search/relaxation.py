@@ -14,7 +14,11 @@ contains; off is the part of a swapped storage that is off the device there. Eve
              step >= start(anchor) + time(anchor) + ins of those due by d + the backward's own compute from d on
   compute  the forward that must run or that something saved needs (once_v), the whole backward, each `again`, each
            encode and decode run on one engine;
-           every `again` comes after the forward ends.
+           every `again` comes after the forward ends
+  host     nothing starts before it is launched, and the host launches one instruction after the other: at an anchor
+           what is certain up to it, at the end all of it, each `again`, each copy, encode and decode with it.
+
+Times count from where the host enters the forward: before that nothing runs.
 
 With `held`, an anchor of the backward also sees what is rebuilt: of each node v that may be needed behind the anchor,
 before_v ("run again for it or before it"), behind_v ("run again behind it") and held_v ("rebuilt, and alive there"):
@@ -40,7 +44,19 @@ from fxhome.passes.search.flow import Flow, needed_behind, read_at
 from fxhome.passes.search.linear_program import LinearProgram, Part
 from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP, SimArrays
-from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, OWNER, VIRTUAL
+from fxhome.passes.simulate_kernels import (
+    BACKWARD,
+    DECODE,
+    ENCODE,
+    ENTER_BACKWARD,
+    FORWARD,
+    LEAVE,
+    OWNER,
+    SWAP_IN,
+    SWAP_OUT,
+    VIRTUAL,
+    WAIT,
+)
 
 MIB = float(1 << 20)
 CHAIN_CUTS = 120
@@ -130,6 +146,11 @@ class _Builder:
         outputs = flow.is_output
         self.output_bytes = float(g.storage_bytes[outputs].sum())
         self.taken_bytes = _taken_bytes(g)
+        # One entry more than nodes: the first of the backward's own, which BOUNDARY finds as the last entry.
+        self.has_host = g.node_host_us.shape[0] > 0
+        sure = float(g.node_host_us[flow.certain].sum()) if self.has_host else 0.0
+        entered = sure + float(g.host_us[ENTER_BACKWARD])
+        self.launched = np.append(flow.launched, entered)
         self.demand = self._edges()
 
     def _edges(self) -> tuple[Int64, Int64, Int64, Bool]:
@@ -280,6 +301,8 @@ class _Builder:
         taken = 0.0 if anchor == BOUNDARY else float(self.taken_bytes[anchor])
         lp.add_one(memory, (fixed - taken - self.budget) / MIB)
         lp.add_one(parts, compute_before)
+        if self.has_host:
+            lp.add_one([(start, 1.0)], float(self.launched[anchor]))
         if leaving.shape[0]:
             self._copies(anchor, start, off, leaving, compute_at)
         return rebuilt
@@ -321,6 +344,8 @@ class _Builder:
         first_runs: Part = (self.once[self.optional], -time[self.optional])
         everything = self.forward_us + self.backward_us
         lp.add_one([(self.step, 1.0), *reruns, (self.encoded, -codec_us), first_runs], everything)
+        if self.has_host:
+            self._launches()
         for anchor, start, columns in zip(anchors[1:], starts[1:], rebuilt[1:], strict=True):
             parts: list[Part] = [(self.step, 1.0), (start, -1.0)]
             if g.node_phase[anchor] == BACKWARD:
@@ -330,6 +355,21 @@ class _Builder:
             else:
                 rest = everything - float(flow.certain_until[anchor] - time[anchor])
             lp.add_one(parts, rest)
+
+    def _launches(self) -> None:
+        """The step ends no sooner than the host has launched everything, copies included."""
+        g, nodes, host = self.g, self.nodes, self.g.host_us
+        own = g.node_host_us
+        moves = float(host[SWAP_OUT] + host[SWAP_IN] + 2 * host[WAIT])
+        parts: list[Part] = [
+            (self.step, 1.0),
+            (self.again[nodes], -own[nodes]),
+            (self.more[nodes], -own[nodes]),
+            (self.once[self.optional], -own[self.optional]),
+            (self.swapped, np.full(self.swapped.shape[0], -moves)),
+            (self.encoded, np.full(self.encoded.shape[0], -float(host[ENCODE] + host[DECODE]))),
+        ]
+        self.lp.add_one(parts, float(self.flow.launched.max(initial=0.0) + host[LEAVE]))
 
     def finish(self) -> Relaxation:
         """The matrix, and a little weight on swaps and reruns, so that those which free nothing stay out."""

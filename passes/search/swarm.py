@@ -268,6 +268,7 @@ def waited_for(s: Structure, result: SimResult) -> list[Int64]:
     busy = instruction_times(s.problem.arrays, result.program)
     wait = np.diff(result.start_us, prepend=0.0)
     wait[1:] -= busy
+    wait -= result.idle_us
     swapped = np.flatnonzero((result.saved == 1) & (result.issue_in >= 0))
     found: list[Int64] = []
     for p in np.argsort(-wait, kind="stable")[:8]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import json
 import textwrap
 from collections.abc import Callable
@@ -15,6 +17,7 @@ from torch import nn
 import fxhome
 from fxhome import cli, cli_run
 from fxhome.cuda_kernels.errors import CodecUnavailableError
+from fxhome.device import HostCosts
 from fxhome.errors import GraphRuleError, InfeasibleBudgetError
 from fxhome.placement import Plan, load_plans
 from tests.plan_strategies import EXAMPLE, MIB
@@ -129,6 +132,10 @@ def profile_file(tmp_path: Path) -> str:
     path = tmp_path / "device.json"
     profile.save(path)
     return str(path)
+
+
+def host_costs(inner: str) -> HostCosts:
+    return HostCosts(inner, *[1.0] * (len(dataclasses.fields(HostCosts)) - 1))
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:
@@ -272,12 +279,16 @@ def test_profile_tunes_the_codecs_of_a_gpu(
             raise CodecUnavailableError("install numba-cuda")
         return Path("kernels.json")
 
-    monkeypatch.setattr("fxhome.device.resolve_device", lambda name: torch.device(name, 0))
+    monkeypatch.setattr("fxhome.device.resolve_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr("fxhome.device.measure_profile", lambda device: fxhome.DeviceProfile.load(profile_file))
     monkeypatch.setattr("fxhome.cuda_kernels.autotune.tune_codecs", tune_codecs)
+    monkeypatch.setattr("fxhome.runtime.host_probe.measure_host_costs", lambda device, inner: host_costs(inner))
+    monkeypatch.setattr("fxhome.device.measuring_turn", lambda device: contextlib.nullcontext())
 
     assert cli.main(["profile", "--device", "cuda", "--json"]) == 0
-    said = json.loads(capsys.readouterr().out)["codecs"]
+    document = json.loads(capsys.readouterr().out)
+    assert [costs["inner"] for costs in document["device_profile"]["host"]] == ["aot_eager", "inductor"]
+    said = document["codecs"]
     assert said == ("not tuned: install numba-cuda" if missing else "tuned, kept in kernels.json")
     assert asked == [torch.device("cuda", 0)]
 

@@ -77,7 +77,7 @@ def test_each_distinct_operator_is_timed_once_and_then_read_from_the_cache(
     def time_op(node: torch.fx.Node, _: torch.device, args: tuple[Any, ...]) -> OpTiming:
         assert args == node.args
         timed.append(op_signature(node))
-        return OpTiming(123.0, 7)
+        return OpTiming(123.0, 7, 31.0)
 
     monkeypatch.setattr(cost_model, "time_op", time_op)
     module, outputs = normalized(chain, *LARGE)
@@ -88,6 +88,8 @@ def test_each_distinct_operator_is_timed_once_and_then_read_from_the_cache(
     assert {op_signature(node) for node in products} <= set(timed)
     position = facts.index()["mm"]
     assert (first.time_us[position], first.workspace_bytes[position], first.estimated[position]) == (123.0, 7, False)
+    assert first.host_us[position] == 31.0
+    assert first.host_us[facts.index()["sin"]] is None
     again = node_costs(module, facts, PROFILE, measure=True)
     assert again == first
     assert len(timed) == len(set(timed))  # nothing was timed again
@@ -113,9 +115,9 @@ def test_an_operator_that_cannot_be_timed_is_costed_by_bytes_and_marked(
 
 def test_a_damaged_cache_is_measured_again_and_another_device_has_its_own(tmp_path: Path) -> None:
     cache = TimingCache(PROFILE, tmp_path)
-    cache.entries["op"] = OpTiming(1.5, 3)
+    cache.entries = {"op": OpTiming(1.5, 3), "launched": OpTiming(2.5, 4, 30.5)}
     cache.save()
-    assert TimingCache(PROFILE, tmp_path).entries == {"op": OpTiming(1.5, 3)}
+    assert TimingCache(PROFILE, tmp_path).entries == cache.entries
     assert TimingCache(dataclasses.replace(PROFILE, name="other"), tmp_path).path != cache.path
     for text in ("{", json.dumps({"op": "x"}), json.dumps([1])):
         cache.path.write_text(text, encoding="utf-8")

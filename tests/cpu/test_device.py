@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import subprocess
@@ -13,7 +14,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fxhome import device as device_module
-from fxhome.device import DeviceProfile, cached_profile, measure_profile, resolve_device
+from fxhome.device import DeviceProfile, HostCosts, cached_profile, measure_profile, resolve_device
 from fxhome.errors import DeviceError
 from fxhome.runtime import probe
 
@@ -37,6 +38,7 @@ PROFILE = DeviceProfile(
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(device_module, "_measured", {})
+    monkeypatch.setattr(device_module, "_left_out", set())
     return tmp_path / "cache"
 
 
@@ -68,6 +70,7 @@ def test_save_and_load_give_the_same_profile(tmp_path: Path) -> None:
         "not json",
         "[]",
         "{}",
+        '{"schema": 3, "device_profile": {}}',
         '{"schema": 2, "device_profile": {}}',
         '{"schema": 1, "device_profile": {}}',
         "\udce4",
@@ -178,3 +181,68 @@ def test_a_device_without_room_to_be_measured_is_one_error(monkeypatch: pytest.M
     monkeypatch.setattr(probe, "_measure_cpu", full)
     with pytest.raises(DeviceError, match="run `fxhome profile` before the model is built"):
         measure_profile("cpu")
+
+
+def host_costs(inner: str, **figures: float) -> HostCosts:
+    names = [field.name for field in dataclasses.fields(HostCosts)][1:]
+    return HostCosts(inner, **(dict.fromkeys(names, 1.0) | figures))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """A GPU that is not there; collects the inner compilers whose host was measured on it."""
+    asked: list[str] = []
+
+    def measure(device: torch.device, inner: str) -> HostCosts:
+        asked.append(inner)
+        return host_costs(inner)
+
+    monkeypatch.setattr(device_module, "resolve_device", lambda _: torch.device("cuda", 0))
+    monkeypatch.setattr(device_module, "device_identity", lambda _: ("cuda", PROFILE.name, PROFILE.versions))
+    monkeypatch.setattr(device_module, "measuring_turn", lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(device_module, "measure_profile", lambda _: PROFILE)
+    monkeypatch.setattr("fxhome.runtime.host_probe.measure_host_costs", measure)
+    return asked
+
+
+def test_a_hosts_costs_are_measured_once_for_each_inner_compiler(
+    cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached_profile("cuda").host == ()
+    assert cached_profile("cuda", "inductor").host == (host_costs("inductor"),)
+    monkeypatch.setattr(device_module, "_measured", {})  # what a new process starts with
+    found = cached_profile("cuda", "aot_eager")
+    assert found.host == (host_costs("inductor"), host_costs("aot_eager"))
+    assert (found.host_costs("inductor"), found.host_costs("other")) == (host_costs("inductor"), None)
+    assert cached_profile("cuda", "inductor") is found
+    assert gpu == ["inductor", "aot_eager"]
+
+
+def test_a_host_that_cannot_be_measured_is_announced_once_and_left_out(
+    cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(device: torch.device, inner: str) -> HostCosts:
+        gpu.append(inner)
+        raise RuntimeError("no compiler")
+
+    monkeypatch.setattr("fxhome.runtime.host_probe.measure_host_costs", fail)
+    with pytest.warns(RuntimeWarning, match="inner='inductor' cannot be measured .no compiler.; predicted times"):
+        assert cached_profile("cuda", "inductor").host == ()
+    assert cached_profile("cuda", "inductor").host == ()
+    assert gpu == ["inductor"]
+
+
+def test_a_cpu_has_no_host_of_its_own(cache: Path, measurements: list[str]) -> None:
+    assert cached_profile("cpu", "inductor").host_costs("inductor") is None
+
+
+def test_a_profile_with_a_host_is_saved_and_loaded(tmp_path: Path) -> None:
+    profile = dataclasses.replace(PROFILE, host=(host_costs("aot_eager"), host_costs("inductor", wait_us=0.0)))
+    profile.save(tmp_path / "device.json")
+    assert DeviceProfile.load(tmp_path / "device.json") == profile
+
+
+@pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf")])
+def test_a_cost_that_cannot_be_is_refused(figure: float) -> None:
+    with pytest.raises(ValueError, match="kernel_us should be finite and not negative"):
+        host_costs("inductor", kernel_us=figure)

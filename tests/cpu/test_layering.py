@@ -13,6 +13,7 @@ BASE = {
     "fxhome.budget",
     "fxhome.device",
     "fxhome.errors",
+    "fxhome.host_clock",
     "fxhome.json_codec",
     "fxhome.options",
     "fxhome.placement",
@@ -83,7 +84,8 @@ def allowed(module: str, imported: str) -> bool:
     if module.startswith("fxhome.cuda_kernels"):
         return False
     if module in BASE:
-        return imported in BASE or (module == "fxhome.device" and imported.startswith("fxhome.runtime.probe"))
+        measures = ("fxhome.runtime.probe", "fxhome.runtime.host_probe")
+        return imported in BASE or (module == "fxhome.device" and imported.startswith(measures))
     if module.startswith("fxhome.passes"):
         facts = imported in BASE | CODEC_FACTS | OPERATORS
         return facts or imported.startswith("fxhome.passes")

@@ -11,7 +11,7 @@ from benchmarks.search_problems import GraphBuilder, chain, dense, residual, tra
 from fxhome.passes.search import search
 from fxhome.passes.search.bound import lower_bound
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, RECOMPUTE, RECOMPUTE_EACH, SWAP, Link, Problem, evaluate
-from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
+from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, HOST_FIGURES, INPUT, OWNER, VIRTUAL
 
 
 @st.composite
@@ -69,6 +69,12 @@ def small_problems(draw: st.DrawFn) -> Problem:
         node_workspace=workspace,
         outside_bytes=np.array([draw(st.integers(0, 2)) * 1000, draw(st.integers(0, 2)) * 1000], np.int64),
     )
+    if draw(st.booleans()):
+        figures = st.sampled_from([0.0, 3.0, 20.0, 70.0])
+        arrays = arrays._replace(
+            node_host_us=np.array([0.0 if p == INPUT else draw(figures) for p in g.node_phase], np.float64),
+            host_us=np.array([draw(figures) for _ in range(HOST_FIGURES)], np.float64),
+        )
     allowed = problem.allowed.copy()
     for s in np.flatnonzero(allowed.sum(axis=1) > 1):
         pick = draw(st.sets(st.sampled_from([SWAP, RECOMPUTE, RECOMPUTE_EACH, COMPRESS, COMPRESS_SWAP]), max_size=3))
@@ -95,6 +101,26 @@ def test_the_bound_is_never_above_the_optimum(problem: Problem, share: float) ->
         assert lower_bound(problem, budget, milp_seconds=1.0).step_us <= min(fits) * (1 + 1e-9)
         everywhere = lower_bound(problem, budget, start_anchors=backward, held=True, milp_seconds=1.0)
         assert everywhere.step_us <= min(fits) * (1 + 1e-9)
+
+
+def test_what_the_forward_runs_last_may_stand_behind_the_backward() -> None:
+    """As the update of an input does: the host launches it before the backward all the same."""
+    b = GraphBuilder()
+    source = b.node(INPUT, [], 0, 0.0)
+    kept = b.node(FORWARD, [source], 1_000_000, 1.0)
+    loss = b.node(FORWARD, [kept], 8, 1.0, movable=False)
+    gradient = b.node(BACKWARD, [loss, kept], 8, 1.0)
+    update = b.node(FORWARD, [kept], 8, 1.0, movable=False)
+    problem, _ = b.problem([loss, update], [gradient], Link(1e-3, 1e-3, 1.2, 2.0))
+    host = np.array([0.0, 10.0, 10.0, 100.0, 1000.0])
+    entries = np.array([5.0, 50.0, 500.0, *[0.0] * (HOST_FIGURES - 3)])
+    hosted = Problem(
+        problem.arrays._replace(node_host_us=host, host_us=entries), problem.link, problem.allowed, problem.group
+    )
+    peak, step = evaluate(hosted, hosted.keep_all(), 1 << 40)
+    assert step == 5.0 + 1020.0 + 50.0 + 100.0 + 500.0
+    assert lower_bound(hosted, peak).step_us == pytest.approx(step, rel=1e-4)
+    assert lower_bound(hosted, peak).step_us <= step
 
 
 @pytest.mark.parametrize("phase", [FORWARD, BACKWARD])

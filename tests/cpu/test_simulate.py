@@ -19,7 +19,7 @@ budgets = st.sampled_from([0, 60, 120, EVERYTHING])
 
 
 @many
-@given(problems(), budgets, st.data())
+@given(problems(with_host=True), budgets, st.data())
 def test_curve_peak_and_time_agree_with_the_model(problem: Problem, budget: int, data: st.DataObject) -> None:
     placement = data.draw(placements(problem))
     result = simulate(problem, placement, budget)
@@ -30,7 +30,7 @@ def test_curve_peak_and_time_agree_with_the_model(problem: Problem, budget: int,
 
 
 @many
-@given(problems(), st.data())
+@given(problems(with_host=True), st.data())
 def test_layer_by_layer_copies_agree_with_the_model(problem: Problem, data: st.DataObject) -> None:
     placement = data.draw(placements(problem))
     result = simulate(problem, placement, 0, synchronous=True)
@@ -45,7 +45,7 @@ def test_layer_by_layer_copies_agree_with_the_model(problem: Problem, data: st.D
 
 
 @many
-@given(problems(), budgets, st.data())
+@given(problems(with_host=True), budgets, st.data())
 def test_program_is_complete_and_transfers_are_in_order(problem: Problem, budget: int, data: st.DataObject) -> None:
     placement = data.draw(placements(problem))
     result = simulate(problem, placement, budget)
@@ -70,7 +70,7 @@ def test_program_is_complete_and_transfers_are_in_order(problem: Problem, budget
 
 
 @many
-@given(problems(), budgets, st.data())
+@given(problems(with_host=True), budgets, st.data())
 def test_evaluate_and_holders_agree_with_simulate(problem: Problem, budget: int, data: st.DataObject) -> None:
     placement = data.draw(placements(problem))
     result = simulate(problem, placement, budget)
