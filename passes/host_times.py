@@ -37,6 +37,7 @@ from fxhome.passes.simulate_kernels import (
     Float64,
 )
 
+NOTED_SHARE = 0.1
 _PRODUCTS = frozenset({"aten::mm", "aten::bmm", "aten::addmm", "aten::baddbmm"})
 
 
@@ -66,6 +67,17 @@ def host_times(
     step[[SWAP_OUT, SWAP_IN, WAIT]] = host.swap_out_us, host.swap_in_us, host.wait_us
     step[[ENCODE, DECODE]] = host.encode_us, host.decode_us
     return HostTimes(np.array(of, np.float64), step)
+
+
+def host_notes(idle_us: Float64, step_us: float) -> tuple[str, ...]:
+    """What to tell where the device waits for the host, beyond the start of the step; nothing where it hardly does."""
+    waits_us = float(idle_us[1:].sum())
+    if waits_us <= NOTED_SHARE * step_us:
+        return ()
+    return (
+        f"bound by the host: the device is expected to wait {waits_us / 1e3:.1f} of {step_us / 1e3:.1f} ms for its "
+        "work to be launched; a larger batch takes hardly longer",
+    )
 
 
 def _eager_us(nodes: Sequence[fx.Node], facts: GraphFacts, host: HostCosts) -> list[float]:

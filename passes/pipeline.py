@@ -38,7 +38,7 @@ from fxhome.passes.cost_model import node_costs
 from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
-from fxhome.passes.host_times import HostTimes, host_times
+from fxhome.passes.host_times import HostTimes, host_notes, host_times
 from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
@@ -328,7 +328,7 @@ def plan_graph(
             stats=stats,
             gap=gap,
             estimated=not measure,
-            notes=notes,
+            notes=(*notes, *host_notes(result.idle_us, result.step_us)),
         )
 
     stale = overwritten_saved(stock[0], num_fwd_outputs)

@@ -13,7 +13,7 @@ from torch import nn
 import fxhome
 from fxhome.device import DeviceProfile, HostCosts
 from fxhome.passes.facts import GraphFacts, extract_facts
-from fxhome.passes.host_times import HostTimes, host_times
+from fxhome.passes.host_times import HostTimes, host_notes, host_times
 from fxhome.passes.simulate_kernels import (
     DECODE,
     ENCODE,
@@ -158,5 +158,14 @@ def test_a_plan_for_a_slow_host_takes_longer_and_its_bound_with_it() -> None:
         )
         assert slow.predicted_step_seconds > plain.predicted_step_seconds + 1.5e-3
         assert slow.predicted_peak_bytes <= slow.budget_bytes
+        assert any("bound by the host" in note for note in slow.notes)
+        assert not plain.notes
         assert slow.gap is not None
         assert 0 <= slow.gap < 0.2
+
+
+def test_what_is_told_of_a_host_that_is_waited_for() -> None:
+    """The wait for the first launch is every step's, and is not told."""
+    assert host_notes(np.array([900.0, 0.0, 100.0]), 1000.0) == ()
+    (note,) = host_notes(np.array([900.0, 2000.0, 500.0]), 10_000.0)
+    assert "wait 2.5 of 10.0 ms" in note
