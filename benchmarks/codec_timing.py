@@ -15,6 +15,9 @@ import torch
 from fxhome.cuda_kernels import Codec
 from fxhome.runtime import codec_ops, codec_sites, ops
 
+SITE = "benchmark"
+STREAM = 6
+"""Tensors in flight where a step's stream of swaps is measured."""
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
@@ -88,6 +91,7 @@ class RoundTrip:
         self.size_bytes = source.untyped_storage().nbytes()
         self.place = self.size_bytes, list(source.shape), list(source.stride()), 0, source.dtype
         self.host = torch.empty(0)
+        self.stream: list[torch.Tensor] = []
         codec_sites.clear()
         self.to_host()
         synchronize()
@@ -95,7 +99,7 @@ class RoundTrip:
     @property
     def site(self) -> codec_sites.CodecSite:
         """What is known about a variable-rate codec's size."""
-        found = codec_sites.site_of("benchmark", self.codec.name, self.size_bytes)
+        found = codec_sites.site_of(SITE, self.codec.name, self.size_bytes)
         assert found is not None
         return found
 
@@ -109,21 +113,39 @@ class RoundTrip:
 
     def to_host(self) -> None:
         """Queue it; the current stream waits for the end."""
-        if self.codec.fixed_rate:
-            encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name)
-            self.host = ops.swap_out_wait(ops.swap_out(encoded), encoded)
-            return
-        encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name, self.size_bytes, "benchmark")
-        self.host = ops.swap_out_wait(codec_ops.swap_out_encoded_op(encoded), encoded)
+        self.host = ops.swap_out_wait(*self._start_out())
 
     def from_host(self) -> torch.Tensor:
         """Queue the way back; the current stream waits for the end."""
+        return self._decoded(self._start_in(self.host), self.host)
+
+    def stream_to_host(self) -> None:
+        """Queue it STREAM times: as in a step, one is encoded while the one before is copied."""
+        started = [self._start_out() for _ in range(STREAM)]
+        self.stream = [ops.swap_out_wait(*pair) for pair in started]
+
+    def stream_from_host(self) -> None:
+        """Queue the way back of what `stream_to_host` moved."""
+        started = [self._start_in(host) for host in self.stream]
+        for encoded, host in zip(started, self.stream, strict=True):
+            self._decoded(encoded, host)
+
+    def _start_out(self) -> tuple[torch.Tensor, torch.Tensor]:
         if self.codec.fixed_rate:
-            encoded = ops.swap_in(self.host, [self.host.numel()], [1], 0, torch.uint8, self.source.device)
+            encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name)
+            return ops.swap_out(encoded), encoded
+        encoded = codec_ops.encode_op(self.source, self.size_bytes, self.codec.name, self.size_bytes, SITE)
+        return codec_ops.swap_out_encoded_op(encoded), encoded
+
+    def _start_in(self, host: torch.Tensor) -> torch.Tensor:
+        if self.codec.fixed_rate:
+            moving: torch.Tensor = ops.swap_in(host, [host.numel()], [1], 0, torch.uint8, self.source.device)
         else:
-            encoded = codec_ops.swap_in_encoded_op(self.host, self.source.device)
-        encoded = ops.swap_in_wait(encoded, self.host)
-        decoded: torch.Tensor = codec_ops.decode_op(encoded, *self.place, self.codec.name)
+            moving = codec_ops.swap_in_encoded_op(host, self.source.device)
+        return moving
+
+    def _decoded(self, moving: torch.Tensor, host: torch.Tensor) -> torch.Tensor:
+        decoded: torch.Tensor = codec_ops.decode_op(ops.swap_in_wait(moving, host), *self.place, self.codec.name)
         return decoded
 
     def check(self) -> None:

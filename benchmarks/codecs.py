@@ -1,7 +1,8 @@
 """Codec kernels against the plain copy: python -m benchmarks.codecs [--out benchmarks/results] [--size-mib 256]
 
 Every kernel is checked against its reference first. Each section fails alone: its traceback is printed and its row
-says so. Multiples are of the best plain copy (registered huge pages) of the same run. GB are 1e9 bytes of the plain
+says so. Multiples are of the best plain copy (registered huge pages) of the same run; "in a row": several tensors are
+queued as in a step, so that one is encoded while another is copied. GB are 1e9 bytes of the plain
 tensor.
 """
 
@@ -23,7 +24,16 @@ from benchmarks.codec_checks import FLOATS, check_codec, compile_all, random_ten
 from benchmarks.codec_data import trained_activations
 from benchmarks.codec_host import host_cost
 from benchmarks.codec_report import Report, as_markdown, environment
-from benchmarks.codec_timing import DEVICE, Rates, RoundTrip, median_ms, plain_rates, registered_buffer, synchronize
+from benchmarks.codec_timing import (
+    DEVICE,
+    STREAM,
+    Rates,
+    RoundTrip,
+    median_ms,
+    plain_rates,
+    registered_buffer,
+    synchronize,
+)
 from fxhome.cuda_kernels import codec_by_name, codec_names, raise_if_corrupt
 from fxhome.cuda_kernels.autotune import DeviceTimer, search_geometry, tune_codecs, tuning_keys
 from fxhome.cuda_kernels.geometry import Geometry, GeometryKey, clear_geometry, set_geometry, size_class
@@ -57,6 +67,9 @@ class Bench:
         encode_ms = median_ms(trip.to_host)
         decode_ms = median_ms(trip.from_host)
         self._add(section, case, source, encode_ms, decode_ms, ratio=trip.size_bytes / trip.encoded_bytes)
+        stream_ms = median_ms(trip.stream_to_host) / STREAM, median_ms(trip.stream_from_host) / STREAM
+        trip.stream.clear()
+        self._add(section, f"{case}, each of {STREAM} in a row", source, *stream_ms)
         if codec.fixed_rate:
             return
         head, site = trip.site.head_bytes, trip.site
@@ -116,7 +129,8 @@ class Bench:
             "exponent", f"{len(activations.tensors)} saved bf16 tensors after training", loss=activations.loss,
             ratio=plain_bytes / observed, plain_mib=plain_bytes >> 20,
         )  # fmt: skip
-        flat = torch.cat([tensor.view(-1) for tensor in activations.tensors])[: self.size_bytes // 2].contiguous()
+        # A storage of its own: whole storages are moved.
+        flat = torch.cat([tensor.view(-1) for tensor in activations.tensors])[: self.size_bytes // 2].clone()
         del activations
         self.dense_tensor = flat
         self.transfers("exponent", "trained bf16", "exponent", flat)

@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from benchmarks.pretend_gpu import environment, halved_times, install, with_estimated_host
+from benchmarks.pretend_gpu import derived_times, environment, install, with_estimated_host
 from benchmarks.workloads import WORKLOADS
 from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
@@ -110,7 +110,7 @@ def table(rows: dict[str, Row]) -> str:
 
 def measure(name: str, budget: str) -> Row:
     """Plan and lower one workload in this process, which pretends."""
-    profile = with_estimated_host(DeviceProfile.load(PROFILES / "h200_device.json"))
+    profile = _profile()
     install(profile)
     cost_model._measure_missing = _known_times
     recorder = Recorder(profile)
@@ -185,12 +185,17 @@ def _fake(model: nn.Module, arguments: Any, mode: FakeTensorMode) -> tuple[nn.Mo
     return copy.deepcopy(model, dict(known)), given
 
 
+def _profile() -> DeviceProfile:
+    return with_estimated_host(DeviceProfile.load(PROFILES / "h200_device.json"))
+
+
 def _known_times(wanted: dict[str, Any], cache: Any, _: str) -> None:
     """Take the times that were measured on the device; whatever is missing is estimated, and named."""
     times = json.loads((PROFILES / "h200_ops.json").read_text())
     cache.entries = {key: cost_model.OpTiming(*figures) for key, figures in times.items()}
     cache.entries |= {
-        signature: cost_model.OpTiming(us, size) for signature, (us, size) in halved_times(wanted, times).items()
+        signature: cost_model.OpTiming(us, size)
+        for signature, (us, size) in derived_times(wanted, times, _profile()).items()
     }
     for signature in wanted.keys() - cache.entries.keys():
         print("not measured:", signature[:200], file=sys.stderr)

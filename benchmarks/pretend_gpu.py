@@ -3,7 +3,7 @@
     environment(folder)   builds two small libraries with `cc` and returns the variables a child process needs
     install(profile)      in the child: torch and Inductor take the device of the profile for real
     with_estimated_host(profile)    a profile whose host was not measured, with the estimate below
-    halved_times(...)     an estimate for the two halves of a convolution's backward, of which only the whole was timed
+    derived_times(...)    estimates for parts of a convolution, of which only the whole was timed
 
 Tensors are fake (torch's FakeTensorMode). Inductor's CUDA lowering, its fusion and our own scheduler pass run as they
 do on the device; generated kernels are written and never compiled. What a real device decides while it runs is not
@@ -157,16 +157,24 @@ def with_estimated_host(profile: DeviceProfile) -> DeviceProfile:
     return dataclasses.replace(profile, host=(*profile.host, ESTIMATED_HOST))
 
 
-def halved_times(
-    wanted: Mapping[str, torch.fx.Node], times: Mapping[str, Sequence[float]]
+def derived_times(
+    wanted: Mapping[str, tuple[torch.fx.Node, tuple[Any, ...]]],
+    times: Mapping[str, Sequence[float]],
+    profile: DeviceProfile,
 ) -> dict[str, tuple[float, int]]:
-    """(us, workspace bytes) of gradients by signature: half of what the whole convolution_backward took, each.
+    """(us, workspace bytes) by signature of what was timed as a part of something else only.
 
-    wanted: the nodes by their signatures. A gradient whose whole was not measured either is left out.
+    A gradient takes half of what the whole convolution_backward took; a convolution without its bias what it took with
+    it, less reading and writing the result once more. wanted: nodes and the arguments that they are timed with, by
+    their signatures. What no whole was measured for is left out.
     """
     found = {}
-    for signature, node in wanted.items():
+    for signature, (node, _) in wanted.items():
         if signature in times:
+            continue
+        if (biased := times.get(op_signature(node))) is not None:
+            add_us = 2 * node.meta["val"].nbytes / profile.memory_bytes_per_s * 1e6
+            found[signature] = (max(biased[0] - add_us, biased[0] / 2), int(biased[1]))
             continue
         whole: torch.fx.Node | None = node
         if node.target is torch.ops.aten.convolution.default:

@@ -9,14 +9,19 @@ HEADINGS = (
     "method",
     "step ms (fastest, slowest)",
     "ratio",
+    "ratio without a cap",
     "asked GB",
     "predicted GB",
     "measured GB",
     "reserved GB",
+    "reserved GB without a cap",
     "predicted ms",
     "kept / swapped / compressed / recomputed GB",
     "first step s",
 )
+
+
+BYTES = ("asked_bytes", "predicted_bytes", "peak_bytes", "reserved_bytes", "uncapped_reserved_bytes")
 
 
 def table(document: dict[str, Any]) -> str:
@@ -37,8 +42,8 @@ def table(document: dict[str, Any]) -> str:
         cells = [
             name,
             "not timed" if None in times else "{:.1f} ({:.1f}, {:.1f})".format(*(t * 1e3 for t in times)),
-            f"{row['ratio']:.3f}" if "ratio" in row else "",
-            *(_gb(row.get(key)) for key in ("asked_bytes", "predicted_bytes", "peak_bytes", "reserved_bytes")),
+            *(f"{row[key]:.3f}" if key in row else "" for key in ("ratio", "uncapped_ratio")),
+            *(_gb(row.get(key)) for key in BYTES),
             f"{row['predicted_seconds'] * 1e3:.1f}" if "predicted_seconds" in row else "",
             _shares(row.get("placed", {})),
             f"{row['first_step_seconds']:.1f}",

@@ -26,6 +26,7 @@ from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.options import Options
 from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import Planned, Situation, plan_graph
+from fxhome.passes.torch_compat import forgive_specialisation, has_uncompiled_callers
 from fxhome.placement import Plan, load_plans
 from fxhome.runtime.host_pool import host_pool
 
@@ -122,7 +123,11 @@ def managed(
 
     graph = ManagedGraph(gm, options, device, compile_variant, stored[0] if stored else None)
     graph.notes.extend(_notes(mode, inner))
-    graph.ends_in_graph_break = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    if forgive_specialisation(context):
+        graph.notes.append("torch._dynamo.mark_dynamic is not applied: every size gets a plan of its own")
+        log.info("fxhome: %s", graph.notes[-1])
+    is_broken_off = bool(getattr(getattr(gm, "compile_subgraph_reason", None), "graph_break", False))
+    graph.may_be_followed = is_broken_off or has_uncompiled_callers()
     graph.prepare()
     inputs[:] = _as_recorded(gm, inputs)
     return graph

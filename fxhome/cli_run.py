@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import fxhome
-from fxhome.errors import FxhomeError, SpecError
+from fxhome.errors import FxhomeError, SpecError, reason_of
 from fxhome.json_codec import decode, encode
 from fxhome.options import Options
 from fxhome.placement import Plan
@@ -176,11 +176,11 @@ def _plain_child(request: RunRequest, inner: str, folder: str) -> None:
             outcome["training"] = encode(_train_plain(request, inner, Path(folder, _PLAIN_GRADIENTS)))
         except Exception as error:  # whatever the user's model raises is told by the parent
             out_of_memory = isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-            first_line = (str(error).strip() or "no message").splitlines()[0]
             if out_of_memory:
+                first_line = (str(error).strip() or "no message").splitlines()[0]
                 outcome["failure"] = f"does not fit: {first_line}"
             else:
-                outcome["error"] = f"{type(error).__name__}: {first_line}"
+                outcome["error"] = reason_of(error)
     Path(folder, _TRAINING_FILE).write_text(json.dumps(outcome), encoding="utf-8")
 
 

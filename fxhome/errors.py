@@ -77,6 +77,15 @@ def nearest(given: str, names: Iterable[str]) -> str:
     return f" (did you mean {matches[0]!r}?)" if matches else ""
 
 
+def reason_of(error: BaseException) -> str:
+    """Type and first line of an error of the user's model: of its origin where torch.compile wrapped it."""
+    if type(error).__module__.startswith("torch._dynamo"):
+        while (inner := error.__cause__ or error.__context__) is not None:
+            error = inner
+    first_line = (str(error).strip() or "no message").splitlines()[0]
+    return f"{type(error).__name__}: {first_line.rstrip('.')}"
+
+
 def _rebuild_infeasible(
     message: str, minimum_bytes: int | None, budget_bytes: int, holders: tuple[tuple[str, int], ...]
 ) -> InfeasibleBudgetError:

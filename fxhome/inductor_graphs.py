@@ -10,18 +10,23 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
+from fxhome.hooked_graphs import CompiledGraphs, place_blocks
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite
 from fxhome.passes.recorded_layouts import keep_recorded_layouts
 from fxhome.passes.torch_compat import copy_dynamo_module
+from fxhome.placed_blocks import PlacedBlocks
+from fxhome.raw_allocator import CudaAllocator
+from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
 
@@ -31,6 +36,15 @@ RESERVED_SLACK_BYTES = 64 << 20
 back what it holds and maps it elsewhere, and the step waits.
 """
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
+
+
+@dataclass(frozen=True)
+class LoweredGraphs:
+    """The two graphs as one callable, their peak in bytes, and what lays their blocks where that is worth it."""
+
+    call: Callable[..., Any]
+    predicted_bytes: int
+    blocks: PlacedBlocks | None
 
 
 class DecidedError(BaseException):
@@ -142,44 +156,79 @@ class _Partitioner(CustomPartitionerFn):
 
 def lower_and_check(
     gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, situation: Situation, *, closely: bool = True
-) -> tuple[Callable[..., Any], int]:
+) -> LoweredGraphs:
     """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
-    anew. closely: blocks that would not lie close enough raise ScatteredError.
+    anew. closely: blocks that could not be laid close enough raise ScatteredError.
     """
     fingerprint = planned.plan.fingerprint()
     check = check_for(planned, situation, closely=closely)
     known = recall(fingerprint, planned.is_baseline)
-    limit = check.reserved_limit_bytes
-    if known is not None and known.reserved_bytes is not None and limit is not None and known.reserved_bytes > limit:
-        raise ScatteredError(known.reserved_bytes)
+    limit = check.reserved_limit_bytes if closely else None
+    if known is not None and known.packed_bytes is not None and limit is not None and known.packed_bytes > limit:
+        raise ScatteredError(known.packed_bytes)
+    compiled = CompiledGraphs()
     try:
-        call = lower(gm, example_inputs, planned, check, patches_of(planned))
+        call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
     except ScatteredError:
         _remember(planned, check, situation)
         raise
     predicted = checked_peak(planned, check, situation)
     if predicted is None:
         if known is not None:
-            return call, planned.plan.resident_bytes + known.above_resident_bytes
+            predicted = planned.plan.resident_bytes + known.above_resident_bytes
+            return LoweredGraphs(call, predicted, _blocks(planned, situation, known, compiled))
+        compiled = CompiledGraphs()
         with torch._inductor.config.patch(fx_graph_cache=False):
-            call = lower(gm, example_inputs, planned, check, patches_of(planned))
+            call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
         predicted = checked_peak(planned, check, situation)
         assert predicted is not None, "without a cache the scheduler runs"
-    _remember(planned, check, situation)
+    known = _remember(planned, check, situation)
     log.debug(
         "model peak %d; lowered forward: %s; backward: %s",
         planned.plan.predicted_peak_bytes,
         check.forward,
         check.backward,
     )
-    return call, predicted
+    return LoweredGraphs(call, predicted, _blocks(planned, situation, known, compiled))
 
 
-def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> None:
+def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs) -> PlacedBlocks | None:
+    """Hooks in the graphs of a plan whose blocks the allocator would scatter, and a note of what is expected."""
+    plan = planned.plan
+    if not keeps_freed_blocks(planned):
+        return None
+    if known.reserved_bytes is None or known.packed_bytes is None:
+        return None
+    scattered = known.reserved_bytes + plan.resident_bytes
+    if not is_scattered(scattered + situation.error_bound_bytes, plan.budget_bytes):
+        return None
+    blocks = place_blocks(compiled, CudaAllocator(torch.cuda.current_device()))
+    note = f"left to the allocator, blocks would take {format_bytes(scattered)} of it: holes"
+    if isinstance(blocks, str):
+        planned.plan = replace(plan, notes=(*plan.notes, f"{note}; they are not laid: {blocks}"))
+        return None
+    laid = format_bytes(known.packed_bytes + plan.resident_bytes)
+    note += f"; laid where they fit, from the fourth step on, about {laid}"
+    planned.plan = replace(plan, notes=(*plan.notes, note))
+    return blocks
+
+
+def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> Lowered:
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "both graphs were seen"
-    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes)
+    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes, check.packed_bytes)
     remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
+    return lowered
+
+
+def keeps_freed_blocks(planned: Planned) -> bool:
+    """Whether a plan's blocks can leave holes: only CUDA's allocator keeps what is freed. A baseline is left alone."""
+    return planned.facts.planned_for == "cuda" and not planned.is_baseline and not planned.is_best_effort
+
+
+def is_scattered(reserved_bytes: int, budget_bytes: int) -> bool:
+    """Whether blocks are worth laying: left to itself, the allocator would take so much for them."""
+    return reserved_bytes > reserved_limit(budget_bytes)
 
 
 def reserved_limit(budget_bytes: int) -> int:
@@ -193,15 +242,14 @@ def check_for(planned: Planned, situation: Situation, *, closely: bool) -> Sched
         return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
     room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
     behind = behind_bytes(planned, situation)
-    # Only CUDA's allocator keeps what is freed.
-    closely = closely and planned.facts.planned_for == "cuda"
     reserved = reserved_limit(planned.plan.budget_bytes) - planned.plan.resident_bytes - situation.error_bound_bytes
     return ScheduleCheck(
         planned.plan.program,
         planned.workspace_by_node,
         room,
         room - behind,
-        reserved_limit_bytes=reserved if closely else None,
+        reserved_limit_bytes=reserved if keeps_freed_blocks(planned) else None,
+        stops_scattered=closely,
     )
 
 

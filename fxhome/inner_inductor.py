@@ -4,8 +4,9 @@
     trace 2   stock Inductor where the baseline fits; else the planned graphs, lowered with their transfers pinned
     check     both graphs' peaks, from the scheduler, before anything runs; too high: plan again with the difference
               as margin, then the smallest plan that is known, then refuse, naming what that one needs
-    reserve   what the caching allocator will take for the blocks of a step; more than RESERVED_SHARE above the budget:
-              look for a plan whose blocks lie closer, else take the best one
+    reserve   what the caching allocator will take for the blocks of a step: more than RESERVED_SHARE above the budget,
+              they are laid where they fit (placed_blocks.py); still more: look for a plan whose blocks lie closer, else
+              take the best one
 
 Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
 """
@@ -24,6 +25,7 @@ from fxhome.errors import InfeasibleBudgetError
 from fxhome.inductor_graphs import (
     RESERVED_SHARE,
     DecidedError,
+    LoweredGraphs,
     PlanStep,
     checked_peak,
     lower,
@@ -92,11 +94,9 @@ def compile_inductor(
         except _NothingCloserError:
             break
     assert best is not None, "the first plan is returned, refused or found scattered"
-    call, predicted = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
-    note = f"the allocator is expected to take {format_bytes(best.reserved_bytes)} for it: blocks leave holes"
-    plan = replace(best.planned.checked(predicted), notes=(*best.planned.plan.notes, note))
-    best.planned.plan = plan
-    return Variant(call, best.situation, best.planned, plan)
+    lowered = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
+    plan = best.planned.plan = best.planned.checked(lowered.predicted_bytes)
+    return Variant(lowered.call, best.situation, best.planned, plan, blocks=lowered.blocks)
 
 
 def _hold_budget(
@@ -122,11 +122,12 @@ def _hold_budget(
             planned = plan_only(gm, example_inputs, plan_step, situation)
         if planned is None:
             return Variant(lower(gm, example_inputs, None, None, {}), situation, None, None)
-        call: Callable[..., Any] | None
+        lowered: LoweredGraphs | None = None
         try:
-            call, predicted = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
+            lowered = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
+            predicted = lowered.predicted_bytes
         except OverLimitError as found:
-            call, predicted = None, resident_peak(planned, situation, found)
+            predicted = resident_peak(planned, situation, found)
         except LayoutError as found:
             log.info("fxhome: Inductor fixes the layout of %s: not moved", ", ".join(sorted(found.names)))
             fixed = tuple(sorted({*first.fixed_layouts, *found.names}))
@@ -140,8 +141,8 @@ def _hold_budget(
         over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
-        if call is not None and (over <= 0 or planned.is_best_effort):
-            return Variant(call, situation, planned, planned.plan)
+        if lowered is not None and (over <= 0 or planned.is_best_effort):
+            return Variant(lowered.call, situation, planned, planned.plan, blocks=lowered.blocks)
         log.warning(
             "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: %s",
             format_bytes(predicted),

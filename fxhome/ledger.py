@@ -65,9 +65,14 @@ def plans() -> list[Plan]:
     return [replace(plan, notes=(*plan.notes, *codec_sites.notes(plan.graph_fingerprint))) for plan in found]
 
 
+def pending_before(graph: ManagedGraph) -> list[ManagedGraph]:
+    """The other graphs on the device whose backward is outstanding: they are part of the same step."""
+    return [other for other in graphs() if other is not graph and other.device == graph.device and other.is_pending]
+
+
 def note_forward(graph: ManagedGraph) -> None:
-    """Tell that `graph` starts a forward: graphs whose backward is outstanding are part of the same step."""
-    ahead = [other for other in graphs() if other is not graph and other.device == graph.device and other.is_pending]
+    """Tell that `graph` starts a forward: it belongs to one step with the graphs that are pending before it."""
+    ahead = pending_before(graph)
     if not ahead:
         return
     with _lock:
@@ -80,9 +85,13 @@ def note_forward(graph: ManagedGraph) -> None:
         _chains.append([weakref.ref(other) for other in [*ahead, graph]])
 
 
-def note_backward_done(graph: ManagedGraph) -> None:
-    """Tell that a metered backward of `graph` is over; the last one of a step plans all its graphs jointly, once."""
+def note_backward_done(graph: ManagedGraph) -> bool:
+    """Tell that a metered backward of `graph` is over; the last one of a step plans all its graphs jointly, once.
+
+    Returns whether other graphs took part in this step.
+    """
     with _lock:
+        is_one_of_several = any(member() is graph for chain in _chains for member in chain)
         for chain in list(_chains):
             members = [member() for member in chain]
             if members[0] is not graph:
@@ -96,6 +105,7 @@ def note_backward_done(graph: ManagedGraph) -> None:
                 log.warning("fxhome: %d graphs share one step and one budget: planning them jointly", len(alive))
                 for member, between in zip(alive, joint_between([s for s in shares if s is not None]), strict=True):
                     member.join(between)
+        return is_one_of_several
 
 
 def joint_between(shares: list[Share]) -> list[int]:

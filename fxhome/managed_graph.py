@@ -28,7 +28,8 @@ from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
-from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks
+from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
+from fxhome.placed_blocks import PlacedBlocks
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.runtime.meter import StorageMeter
@@ -45,16 +46,30 @@ CPU_SCAN_EVERY = 16
 RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
 
+SPARED_BYTES = 8 << 20
+"""Of what a plan stays below its budget, this much is not taken for plugs: small blocks vary from step to step."""
+
 
 @dataclass(eq=False)
 class Variant:
-    """One compiled plan. `planned` is None for a graph without a backward."""
+    """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where that is worth
+    it.
+    """
 
     call: Callable[..., Any]
     situation: Situation
     planned: Planned | None
     plan: Plan | None
     metered: bool = False
+    blocks: PlacedBlocks | None = None
+
+    def __post_init__(self) -> None:
+        if self.blocks is not None:
+            # Weakly: the compiled graphs hold the blocks, and the variant the graphs.
+            variant = weakref.ref(self)
+            self.blocks.is_settled = lambda: (own := variant()) is not None and own.metered
+            self.blocks.spare_bytes = lambda: _spare_bytes(variant())
+            self.blocks.tell = lambda text: _add_note(variant(), text)
 
     def fits(self, resident_bytes: int) -> bool:
         """Whether the promise still holds when this much is resident at the entry of the forward."""
@@ -64,6 +79,20 @@ class Variant:
         return (
             grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
         )
+
+
+def _spare_bytes(variant: Variant | None) -> int:
+    """How far below its budget a plan stays."""
+    plan = variant.plan if variant is not None else None
+    if plan is None:
+        return 0
+    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0)
+    return max(0, plan.budget_bytes - peak_bytes - SPARED_BYTES)
+
+
+def _add_note(variant: Variant | None, text: str) -> None:
+    if variant is not None and variant.plan is not None:
+        variant.plan = replace(variant.plan, notes=(*variant.plan.notes, text))
 
 
 class Session:
@@ -122,7 +151,7 @@ class ManagedGraph:
         self._settled_bytes: int | None = None
         self._first_resident = 0
         self._replan = False
-        self.ends_in_graph_break = False
+        self.may_be_followed = False
         self._joined = self.was_joined = False
         self._last: Session | None = None
         self._seen_outside = 0
@@ -152,7 +181,7 @@ class ManagedGraph:
             # Rounded, so that a second process makes the same plan and finds it in the caches.
             resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
         return Situation(
-            leave_room=self.shares_budget and (self.ends_in_graph_break or self.was_joined) and not self._joined,
+            leave_room=self._leaves_room,
             # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
             resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
             outside_bytes=self._outside_bytes,
@@ -187,13 +216,14 @@ class ManagedGraph:
         with _planning:
             variant = self._choose(resident)
         session = self._open(variant, resident)
-        self.current = session
+        # A checkpoint's forward runs again inside the backward, which goes on afterwards.
+        around, self.current = self.current, session
         begin = time.perf_counter()
         try:
             with session.with_frugal_benchmarks():
                 outputs = variant.call(*args)
         finally:
-            self.current = None
+            self.current = around
         session.forward_seconds = time.perf_counter() - begin
         self._close_forward(session, outputs)
         return outputs
@@ -208,6 +238,8 @@ class ManagedGraph:
 
     def _choose(self, resident: int) -> Variant:
         latest = self.variants[-1]
+        if is_inside_backward():
+            return self._variant_of_the_forward()
         if self._replan:
             self._replan = False
             try:
@@ -235,6 +267,13 @@ class ManagedGraph:
         )
         return self._add_variant(resident)
 
+    def _variant_of_the_forward(self) -> Variant:
+        """The variant of a forward that torch.utils.checkpoint now runs again: it wants the same tensors saved."""
+        if self.current is not None:
+            return self.current.variant
+        outstanding = [session for node, session in self._pending if node() is not None and not session.done]
+        return outstanding[-1].variant if outstanding else self.variants[-1]
+
     def _announce(self, kind: str, message: str) -> None:
         if kind not in self._announced:
             self._announced.add(kind)
@@ -242,7 +281,8 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
-        ledger.note_forward(self)
+        if not is_inside_backward():
+            ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         meter = None
         if metered:
@@ -326,14 +366,24 @@ class ManagedGraph:
             session.peak_bytes = session.meter.peak_bytes
         else:
             return
+        left_room = self._leaves_room
         self._learn(session)
-        ledger.note_backward_done(self)
+        if not ledger.note_backward_done(self) and left_room and not self.was_joined:
+            # No other graph came after it in this step: it has the budget for itself.
+            self.join(0)
 
     @property
     def shares_budget(self) -> bool:
         """Whether the budget is one number of bytes for the process; a share is each graph's own."""
         budget = self.options.memory_budget
         return budget is None or budget.bytes is not None
+
+    @property
+    def _leaves_room(self) -> bool:
+        """Whether more graphs may follow in this step: they do where some came before (a model compiled by blocks)."""
+        if not self.shares_budget or self._joined:
+            return False
+        return self.may_be_followed or self.was_joined or bool(ledger.pending_before(self))
 
     @property
     def is_pending(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from torch import nn
@@ -31,7 +32,11 @@ def plan_offline(model: nn.Module, example_args: tuple[Any, ...], options: Optio
 
         return within_host(plan, room_bytes, functools.partial(log.warning, "fxhome: %s")).plan
 
-    return trace_joint(model, example_args, inner_of(options, profile), use)
+    notes: list[str] = []
+    made = trace_joint(model, example_args, inner_of(options, profile), use, notes.append)
+    for note in notes:
+        log.warning("fxhome: %s", note)
+    return replace(made, notes=(*made.notes, *notes))
 
 
 def inner_of(options: Options, profile: DeviceProfile) -> str:

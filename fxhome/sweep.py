@@ -7,6 +7,8 @@ Figures are predictions for a device's profile; nothing is run or timed.
 
 from __future__ import annotations
 
+import functools
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -26,6 +28,8 @@ from fxhome.passes.search import SearchResult, minimum_peak, sweep
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, SWAP, Problem, simulate
 from fxhome.progress import progress
 from fxhome.trace_offline import trace_joint
+
+log = logging.getLogger("fxhome")
 
 DEFAULT_SHARES = (1.0, 0.9, 0.8, 0.7, 0.6, 0.5, 0.4, 0.3, 0.2)
 
@@ -121,7 +125,9 @@ def sweep_offline(
             points=tuple(sorted(found, key=lambda point: -point.budget_bytes)),
         )
 
-    return trace_joint(model, example_args, inner_of(options, profile), use)
+    return trace_joint(
+        model, example_args, inner_of(options, profile), use, functools.partial(log.warning, "fxhome: %s")
+    )
 
 
 def _default_budgets(baseline_bytes: int, minimum_bytes: int) -> list[Budget]:

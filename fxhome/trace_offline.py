@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_map
 
-from fxhome.errors import FxhomeError, UnsupportedGraphError
-from fxhome.passes.torch_compat import copy_graph
+from fxhome.errors import FxhomeError, UnsupportedGraphError, reason_of
+from fxhome.passes.torch_compat import copy_graph, has_uncompiled_callers
 
 T = TypeVar("T")
 Use = Callable[[GraphModule, object, int, "list[int] | None"], T]
@@ -24,11 +24,18 @@ class _TracedError(BaseException):
     """Leaves the trace once the graph was used: it must not be run. Not an Exception, so nothing swallows it."""
 
 
-def trace_joint(model: nn.Module, example_args: tuple[Any, ...], inner: str, use: Use[T]) -> T:
+def trace_joint(
+    model: nn.Module,
+    example_args: tuple[Any, ...],
+    inner: str,
+    use: Use[T],
+    on_part: Callable[[str], None] = lambda _: None,
+) -> T:
     """What `use(joint graph, its inputs, number of forward outputs, static inputs)` makes of the first training graph.
 
-    inner: "inductor" or "aot_eager", whose decompositions and rewrites the joint graph has then been through. Raises
-    UnsupportedGraphError where there is no training graph, and what `use` raises of fxhome's own errors.
+    inner: "inductor" or "aot_eager", whose decompositions and rewrites the joint graph has then been through. on_part:
+    called with a message where that graph is only a part of the step. Raises UnsupportedGraphError where there is no
+    training graph or the model itself fails, and what `use` raises of fxhome's own errors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     fake_model, fake_args = _without_data(model, example_args, mode)
@@ -40,6 +47,7 @@ def trace_joint(model: nn.Module, example_args: tuple[Any, ...], inner: str, use
         raise _TracedError
 
     def compile_graph(gm: GraphModule, example_inputs: Sequence[Any]) -> Any:
+        reason = _why_a_part(gm)
         try:
             if inner == "inductor":
                 _trace_for_inductor(gm, example_inputs, partition)
@@ -48,13 +56,24 @@ def trace_joint(model: nn.Module, example_args: tuple[Any, ...], inner: str, use
         except FxhomeError as error:
             failure.append(error)
         except _TracedError:
-            pass
+            if reason is not None:
+                on_part(
+                    f"only the first graph of this model is planned, not the whole step: {reason}; "
+                    "remove the graph break, or plan the running step with torch.compile(backend='fxhome')"
+                )
         return _leave
 
     try:
         torch.compile(fake_model, backend=compile_graph)(*fake_args)
     except _TracedError:
         pass
+    except torch._dynamo.exc.BackendCompilerFailed:
+        raise
+    except Exception as error:  # the user's model may raise anything
+        raise UnsupportedGraphError(
+            f"plan: the model cannot be traced with these inputs: {reason_of(error)}; "
+            "call the model once with such inputs to see where, and mend it or them first"
+        ) from error
     if failure:
         raise failure[0]
     if not found:
@@ -62,6 +81,15 @@ def trace_joint(model: nn.Module, example_args: tuple[Any, ...], inner: str, use
             "plan: no training graph was found; the model must have a trainable parameter that its outputs depend on"
         )
     return found[0]
+
+
+def _why_a_part(gm: GraphModule) -> str | None:
+    """Why Dynamo's graph is not the whole of what was compiled, or None if it is."""
+    why = getattr(gm, "compile_subgraph_reason", None)
+    if why is not None and why.graph_break:
+        place = f" at {why.user_stack[-1].filename}:{why.user_stack[-1].lineno}" if why.user_stack else ""
+        return f"it breaks off{place} ({str(why.reason).splitlines()[0]})"
+    return "code around it could not be compiled as one graph" if has_uncompiled_callers() else None
 
 
 def _leave(*_: Any, **__: Any) -> Any:

@@ -11,6 +11,7 @@ gradient of its logits.
 import torch
 from torch import fx
 
+from fxhome.passes.capture import fake_mode_of
 from fxhome.passes.classify import forward_required, recompute_refusal, split_sides
 from fxhome.passes.insert_nodes import inherited_meta
 
@@ -34,7 +35,10 @@ def separate_constants(module: fx.GraphModule, num_fwd_outputs: int) -> fx.Graph
             continue
         with graph.inserting_after(node):
             own = graph.create_node("call_function", node.target, node.args, node.kwargs)
-        own.meta = inherited_meta(node) | {"val": node.meta["val"], "partitioner_tag": "is_backward"}
+        # A value of its own: with its source's it would pass for a view of it and count nothing.
+        with fake_mode_of(node.meta["val"]):
+            value = node.target(*node.args, **node.kwargs)
+        own.meta = inherited_meta(node) | {"val": value, "partitioner_tag": "is_backward"}
         # Named after its source: the same graph gives the same names in whatever order it lists them.
         own.name = graph._graph_namespace.create_name(f"{node.name}_again", None)
         sides[own] = "backward"

@@ -15,7 +15,7 @@ import logging
 import math
 import os
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 from fxhome.device import DeviceProfile, allocatable_bytes, cache_directory, measuring_turn
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources
+from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources, window_operations
 from fxhome.passes.kernel_reads import unshared_reads
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
@@ -36,11 +36,15 @@ from fxhome.progress import progress
 log = logging.getLogger("fxhome.cost")
 
 SMALL_OP_BYTES = 1 << 16
+_CONVOLUTION = torch.ops.aten.convolution.default
 _MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
 
 
-def op_signature(node: fx.Node) -> str:
-    """Target, constants, and the layout of every tensor: what a measured time belongs to."""
+def op_signature(node: fx.Node, args: Sequence[Any] | None = None) -> str:
+    """Target, constants, and the layout of every tensor: what a measured time belongs to.
+
+    `args`: in place of the node's own.
+    """
 
     def describe(value: Any) -> str:
         if isinstance(value, fx.Node):
@@ -52,7 +56,7 @@ def op_signature(node: fx.Node) -> str:
         return repr(value)
 
     keywords = ",".join(f"{key}={describe(value)}" for key, value in sorted(node.kwargs.items()))
-    return f"{node.target}({describe(list(node.args))},{keywords})"
+    return f"{node.target}({describe(list(node.args if args is None else args))},{keywords})"
 
 
 def tensor_bytes(node: fx.Node) -> int:
@@ -98,13 +102,17 @@ class TimingCache:
     """Measured operator times of one device and set of versions, kept in one JSON file."""
 
     def __init__(self, profile: DeviceProfile, directory: Path | None = None) -> None:
-        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|3".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|5".encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"ops-{profile.kind}-{key}.json"
         self.entries: dict[str, OpTiming] = {}
+        self.read()
+
+    def read(self) -> None:
+        """Add what the file has by now: other processes measure, too."""
         if self.path.exists():
             try:
                 stored = json.loads(self.path.read_text(encoding="utf-8"))
-                self.entries = {name: _timing(*figures) for name, figures in stored.items()}
+                self.entries |= {name: _timing(*figures) for name, figures in stored.items()}
             except (OSError, ValueError, TypeError, AttributeError) as error:
                 log.warning("%s cannot be read (%s); operators are measured again", self.path, error)
 
@@ -150,13 +158,17 @@ def node_costs(
     """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     fused = _fused_costs(nodes, facts, profile) if fusing else {}
+    biased = {i for i, node in enumerate(nodes) if fusing and profile.kind == "cuda" and _adds_bias_apart(node)}
     cache = TimingCache(profile) if measure else None
     measured: dict[int, str] = {}
     if cache is not None:
+        wanted: dict[str, tuple[fx.Node, tuple[Any, ...]]] = {}
         for i, node in enumerate(nodes):
             if i not in fused and _must_measure(node, facts.node_kind[i], facts.device_type):
-                measured[i] = op_signature(node)
-        _measure_missing({signature: nodes[i] for i, signature in measured.items()}, cache, facts.device_type)
+                args = (*node.args[:2], None, *node.args[3:]) if i in biased else node.args
+                measured[i] = op_signature(node, args)
+                wanted[measured[i]] = node, args
+        _measure_missing(wanted, cache, facts.device_type)
     times: list[float] = []
     workspaces: list[int] = []
     estimated: list[bool] = []
@@ -169,7 +181,7 @@ def node_costs(
             workspaces.append(0)
             estimated.append(False)
         elif timing is not None:
-            times.append(timing.time_us)
+            times.append(timing.time_us + (_bias_us(node, profile) if i in biased else 0.0))
             workspaces.append(timing.workspace_bytes)
             estimated.append(False)
         elif facts.node_kind[i] in (ALIAS, GETITEM) or node.op != "call_function":
@@ -181,6 +193,19 @@ def node_costs(
             workspaces.append(0)
             estimated.append(i in measured or not measure)
     return Costs(tuple(times), tuple(workspaces), tuple(estimated), tuple(hosts))
+
+
+def _adds_bias_apart(node: fx.Node) -> bool:
+    """Whether Inductor calls a convolution without its bias and adds that in a loop of its own."""
+    return node.target is _CONVOLUTION and isinstance(node.args[2], fx.Node)
+
+
+def _bias_us(node: fx.Node, profile: DeviceProfile) -> float:
+    """What adding the bias takes besides: nothing in the one loop that reads the result anyhow."""
+    write_us = _result_bytes(node) / profile.memory_bytes_per_s * 1e6
+    if not all(is_generated_loop(user) for user in node.users):
+        return 2 * write_us + profile.kernel_us
+    return 0.0 if len(node.users) == 1 else write_us
 
 
 def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile) -> dict[int, float]:
@@ -202,7 +227,9 @@ def _fused_costs(nodes: list[fx.Node], facts: GraphFacts, profile: DeviceProfile
                 loop = (facts.node_phase[i], sources[node], str(node.args[1:]))
                 read, launch = (0, 0.0) if loop in seen else (read, launch)
                 seen.add(loop)
-            costs[i] = launch + (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
+            move_us = (read + _result_bytes(node)) / profile.memory_bytes_per_s * 1e6
+            operations = window_operations(node, virtual | aliases) if profile.kind == "cuda" else 0
+            costs[i] = launch + max(move_us, operations / integer_rate(profile) * 1e6)
         elif is_effectful(node) and is_generated_loop(node):
             # A running statistic is written by the kernel that computes it.
             costs[i] = tensor_bytes(node) / profile.memory_bytes_per_s * 1e6
@@ -213,21 +240,34 @@ def _result_bytes(node: fx.Node) -> int:
     return sum(_touched(leaf) for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor))
 
 
-def _measure_missing(wanted: dict[str, fx.Node], cache: TimingCache, device_type: str) -> None:
-    missing = {signature: node for signature, node in wanted.items() if signature not in cache.entries}
-    if not missing:
+def integer_rate(profile: DeviceProfile) -> float:
+    """Integer operations per second: a CUDA core of today does one where it does a fused multiply and add (two) of
+    float32 in half the time.
+    """
+    return dict(profile.flops_per_s)["float32"] / 4
+
+
+def _measure_missing(wanted: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: TimingCache, device_type: str) -> None:
+    if wanted.keys() <= cache.entries.keys():
         return
     device = torch.device(device_type, torch.cuda.current_device()) if device_type == "cuda" else torch.device("cpu")
-    with measuring_turn(device), outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
-        for signature, node in missing.items():
+    with measuring_turn(device):
+        cache.read()
+        missing = {signature: call for signature, call in wanted.items() if signature not in cache.entries}
+        _measure(missing, cache, device)
+        cache.save()
+
+
+def _measure(missing: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: TimingCache, device: torch.device) -> None:
+    with outside_tracing(device), progress("timing operators", total=len(missing)) as advance:
+        for signature, (node, args) in missing.items():
             if device.type == "cuda" and 2 * example_bytes(node) > allocatable_bytes(device):
                 log.info("'%s' (%s) was not timed: too little memory is left", node.name, node.target)
                 advance()
                 continue
             try:
-                cache.entries[signature] = time_op(node, device)
+                cache.entries[signature] = time_op(node, device, args)
             except (RuntimeError, NotImplementedError) as error:
                 # Out of memory, or an operator that refuses invented inputs: it is costed by bytes and says so.
                 log.info("'%s' (%s) was not timed: %s", node.name, node.target, str(error).splitlines()[0])
             advance()
-    cache.save()

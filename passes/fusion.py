@@ -10,8 +10,10 @@ buffers; one reader over the same elements ends up in the same kernel however mu
 of its own. The real decision is checked after lowering; this one steers the search.
 """
 
+import math
 import operator
 from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import fx
@@ -99,6 +101,13 @@ _LIBRARY_NAMES = frozenset(
 """Operators that Inductor lowers to calls of a library, although it has a lowering for them."""
 _WINDOW_LOOPS = frozenset({"aten::max_pool2d_with_indices_backward", "aten::upsample_nearest2d_backward"})
 """Loops over windows: their inputs may be computed inside them, and they inside a pointwise reader."""
+_POOL = "prims::_low_memory_max_pool_with_offsets"
+_POOL_BACKWARD = "aten::max_pool2d_with_indices_backward"
+POOL_OPERATIONS = 10
+POOL_BACKWARD_OPERATIONS = 30
+"""Integer operations that the generated code takes for each element of a window, or for each window that an element may
+lie in: addresses, bounds, comparisons. They take longer than the memory does.
+"""
 _INLINING_LOOPS = _WINDOW_LOOPS | {"aten::cat"}
 """Loops whose inputs may be computed inside them. What only a concatenation reads is written into its result."""
 CLONING_LOOPS = frozenset(
@@ -217,6 +226,29 @@ def iterations(node: fx.Node) -> int:
 def _elements(node: fx.Node) -> int:
     leaves = tree_leaves(node.meta.get("val"))
     return max((int(leaf.numel()) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+
+
+def window_operations(node: fx.Node, inlined: Collection[fx.Node]) -> int:
+    """Integer operations of the pooling windows in the kernel of `node`, those of `inlined` operands with it."""
+    found, seen, pending = 0, set[fx.Node](), [node]
+    while pending:
+        current = pending.pop()
+        if current in seen:
+            continue
+        seen.add(current)
+        if operator_name(current) == _POOL:
+            found += _elements(current) * math.prod(_pair(current.args[1])) * POOL_OPERATIONS
+        elif operator_name(current) == _POOL_BACKWARD:
+            kernel, stride = _pair(current.args[2]), _pair(current.args[3] or current.args[2])
+            windows = math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))
+            found += _elements(current) * windows * POOL_BACKWARD_OPERATIONS
+        pending.extend(source for source in current.all_input_nodes if source in inlined)
+    return found
+
+
+def _pair(value: Any) -> tuple[int, int]:
+    sizes = value if isinstance(value, list | tuple) else [value]
+    return int(sizes[0]), int(sizes[-1])
 
 
 def memory_sources(nodes: Sequence[fx.Node], not_written: set[fx.Node]) -> dict[fx.Node, frozenset[fx.Node]]:

@@ -12,6 +12,7 @@ from torch._inductor import custom_graph_pass
 from fxhome.passes import in_place, lowered_buffers, recorded_layouts, unfuse
 from fxhome.passes.allocator import Allocation, reserved_bytes
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
+from fxhome.passes.pack_blocks import packed_bytes
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
@@ -50,7 +51,9 @@ class OverLimitError(BaseException):
 
 
 class ScatteredError(BaseException):
-    """Ends a lowering whose blocks would not lie close enough for the allocator, before the backward is compiled."""
+    """Ends a lowering whose blocks could not be laid close enough, before the backward is compiled. reserved_bytes:
+    what they need even then.
+    """
 
     def __init__(self, reserved_bytes: int) -> None:
         super().__init__(reserved_bytes)
@@ -83,19 +86,23 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         *,
         reserved_limit_bytes: int | None = None,
         stops_over_limit: bool = True,
+        stops_scattered: bool = True,
         only_measures: bool = False,
     ) -> None:
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
         `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
-        what is resident; over it, ScatteredError. only_measures: every lowering ends here, by MeasuredError.
+        what is resident, each block laid where it fits; over it, ScatteredError (unless `stops_scattered` is False).
+        only_measures: every lowering ends here, by MeasuredError.
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.stops_over_limit = stops_over_limit
+        self.stops_scattered = stops_scattered
         self.only_measures = only_measures
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.reserved_limit_bytes = reserved_limit_bytes
         self.reserved_bytes: int | None = None
+        self.packed_bytes: int | None = None
         self._allocations: list[Allocation] | None = None
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
@@ -127,13 +134,18 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         return nodes
 
     def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:
-        """With both graphs seen, what the allocator takes for a step."""
+        """With both graphs seen, what the allocator takes for a step, left to itself and with its blocks laid."""
         if not is_backward:
             self._allocations = allocations
         elif self._allocations is not None:
-            self.reserved_bytes, _ = reserved_bytes([*self._allocations, *allocations])
-            if self.reserved_limit_bytes is not None and self.reserved_bytes > self.reserved_limit_bytes:
-                raise ScatteredError(self.reserved_bytes)
+            both = [*self._allocations, *allocations]
+            self.reserved_bytes, _ = reserved_bytes(both)
+            self.packed_bytes = self.reserved_bytes
+            if self.reserved_limit_bytes is None or self.reserved_bytes <= self.reserved_limit_bytes:
+                return
+            self.packed_bytes = min(self.reserved_bytes, packed_bytes(both))
+            if self.packed_bytes > self.reserved_limit_bytes and self.stops_scattered:
+                raise ScatteredError(self.packed_bytes)
 
     def uuid(self) -> Any:
         """Its source and its limits: what else differs between plans is in the graphs already."""

@@ -72,6 +72,7 @@ def _insert_encodes(
                 graph, anchor, codec_ops.encode_op, arguments, source, position, f"{item.target}_encoded"
             )
             node.meta[ENCODED_OF] = item.target
+            source.meta[torch_compat.NOT_PADDED] = True
             made[item.target] = node
     (output,) = graph.find_nodes(op="output")
     results = list(output.args[0])

@@ -71,6 +71,7 @@ def _insert_forward(
             target = codec_ops.swap_out_encoded_op if item.target in varying else ops.swap_out
             node = insert_call(graph, anchor, target, (source,), source, position, f"{item.target}_host")
             node.meta["fxhome_host"] = True
+            source.meta[torch_compat.NOT_PADDED] = True
             hosts[item.target] = node
         elif item.kind == "swap_out_wait":
             assert source is not None

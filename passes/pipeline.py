@@ -20,8 +20,8 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome.budget import Budget
 from fxhome.device import DeviceProfile
-from fxhome.errors import InfeasibleBudgetError, UnsupportedGraphError
-from fxhome.options import Options
+from fxhome.errors import InfeasibleBudgetError, OptionError, UnsupportedGraphError
+from fxhome.options import ALLOWED, Options
 from fxhome.passes.baseline import (
     baseline_partition,
     baseline_placement,
@@ -43,7 +43,7 @@ from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
-from fxhome.passes.plan_builder import PLACEMENT_OF, build_plan, check_replay, find_replay, placement_codes
+from fxhome.passes.plan_builder import build_plan, check_replay, find_replay, placement_codes
 from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
@@ -173,7 +173,12 @@ class Runner:
         self.seconds: dict[str, float] = {}
         self._folder = Path(dump_dir) if dump_dir is not None else None
         if self._folder is not None:
-            self._folder.mkdir(parents=True, exist_ok=True)
+            try:
+                self._folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise OptionError(
+                    f"dump_dir={dump_dir!r} cannot be made ({error.strerror}); give a folder that exists or can be made"
+                ) from error
 
     def run(self, name: str, step: Callable[[], T]) -> T:
         """Run one step."""
@@ -505,7 +510,7 @@ def _search(
     if not found.feasible:
         smallest, minimal = minimum_peak(problem, options.seed)
         if smallest > room and options.on_infeasible == "error":
-            raise infeasible(problem, facts, minimal, smallest, budget, fixed, resident)
+            raise infeasible(problem, facts, minimal, smallest, budget, fixed, resident, options.allow)
         if options.policy == "pso":
             placement = minimal
         elif options.on_infeasible == "error":
@@ -516,7 +521,14 @@ def _search(
 
 
 def infeasible(
-    problem: Problem, facts: GraphFacts, placement: Placements, smallest: int, budget: int, fixed: int, resident: int
+    problem: Problem,
+    facts: GraphFacts,
+    placement: Placements,
+    smallest: int,
+    budget: int,
+    fixed: int,
+    resident: int,
+    allow: Collection[str],
 ) -> InfeasibleBudgetError:
     """The refusal: what the smallest plan needs, what holds the memory at its worst moment, and what to do."""
     result = simulate(problem, placement, smallest)
@@ -529,11 +541,13 @@ def infeasible(
     position = result.peak_position
     where = "forward" if position < result.forward_length else "backward"
     node = facts.node_names[result.nodes[min(position, len(result.program) - 1)]]
+    refused = [kind for kind in ALLOWED if kind not in allow]
+    instead = f", use a smaller batch, or allow {' and '.join(refused)} too" if refused else " or use a smaller batch"
     return InfeasibleBudgetError(
         f"memory_budget={format_bytes(budget)} ({budget} bytes) cannot be met: the smallest plan found needs "
         f"{minimum} bytes "
         f"({format_bytes(minimum)}). Its worst moment is '{node}' in the {where}, held by: {top}. "
-        f"Ask for at least {minimum}, use a smaller batch, or allow more than {sorted(problem_allowed(problem))}",
+        f"Ask for at least {minimum}{instead}",
         minimum_bytes=minimum,
         budget_bytes=budget,
         holders=held,
@@ -549,11 +563,6 @@ def policy_infeasible(policy: str, reached: int, budget: int, smallest: int) -> 
         minimum_bytes=reached,
         budget_bytes=budget,
     )
-
-
-def problem_allowed(problem: Problem) -> set[str]:
-    """The kinds of placement that some storage may take."""
-    return {PLACEMENT_OF[int(code)].value for code in np.flatnonzero(problem.allowed.any(axis=0))}
 
 
 def largest_holders(

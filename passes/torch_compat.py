@@ -3,8 +3,11 @@
 import contextlib
 import functools
 import importlib
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -12,6 +15,12 @@ from torch import fx
 from torch.fx.graph import _BoxedCodeGen
 from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
+
+NOT_PADDED = "dislike_padding"
+"""A node's meta under which Inductor does not widen the rows of its result to aligned ones. What is moved or encoded
+comes back in the recorded strides; what the backward still holds when its copy ends is a result of the forward, and of
+those Inductor pads the rows before anything else may say how they lie.
+"""
 
 
 def output_descriptions(graph: fx.Graph, count: int) -> list[Any]:
@@ -36,6 +45,48 @@ def compile_lock() -> AbstractContextManager[object]:
     from torch._dynamo.convert_frame import compile_lock as lock
 
     return lock
+
+
+def has_uncompiled_callers() -> bool:
+    """Whether the function that Dynamo compiles now was called by code that it could not compile as one graph.
+
+    That code has a graph break, maybe in a loop: it runs as plain Python, and what else it calls are graphs of their
+    own. Its frames stand between Dynamo's and the call of what torch.compile returned.
+    """
+    own = os.path.dirname(torch.__file__)
+    is_outside = False
+    frame: FrameType | None = sys._getframe()
+    found = False
+    while frame is not None:
+        code = frame.f_code
+        if not is_outside:
+            is_outside = code.co_name == "_compile" and code.co_filename.endswith("convert_frame.py")
+        elif code.co_name == "compile_wrapper" and code.co_filename.endswith("eval_frame.py"):
+            return found
+        elif not code.co_filename.startswith(own):
+            found = True
+        frame = frame.f_back
+    return False
+
+
+def forgive_specialisation(context: Any) -> bool:
+    """Make torch.compile accept numbers for sizes that `mark_dynamic` marked; whether there were any.
+
+    context: Dynamo's tracing context. Dynamo checks the marks after its backend is done, and would raise.
+    """
+    found = False
+    for symbolic in context.tensor_to_context.values() if context is not None else ():
+        marks = getattr(symbolic, "constraint_sizes", None) or []
+        for dimension, mark in enumerate(marks):
+            if mark is not None and not mark.warn_only:
+                marks[dimension] = None
+                found = True
+    return found
+
+
+def is_inside_backward() -> bool:
+    """Whether autograd runs a backward on this thread: a forward in it is a checkpoint's, run again."""
+    return int(torch._C._current_graph_task_id()) != -1
 
 
 def make_module(root: GraphModule, graph: fx.Graph) -> GraphModule:

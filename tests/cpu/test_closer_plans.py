@@ -10,10 +10,11 @@ from typing import Any, cast
 import pytest
 
 from fxhome import inner_inductor
-from fxhome.inductor_graphs import reserved_limit
+from fxhome.inductor_graphs import LoweredGraphs, reserved_limit
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
-from fxhome.passes.inductor_check import LayoutError
+from fxhome.passes.allocator import Allocation
+from fxhome.passes.inductor_check import LayoutError, ScatteredError, ScheduleCheck
 from fxhome.passes.pipeline import Planned, Situation
 
 BUDGET = 10 << 30
@@ -52,7 +53,7 @@ def run(monkeypatch: pytest.MonkeyPatch, reserved: Sequence[int | None]) -> tupl
     def lower(_: Any, __: Any, chosen: Any, *___: Any, closely: bool) -> Any:
         assert not closely
         lowered.append(chosen.number)
-        return (lambda: None), BUDGET
+        return LoweredGraphs(lambda: None, BUDGET, None)
 
     monkeypatch.setattr(inner_inductor, "_hold_budget", attempt)
     monkeypatch.setattr(inner_inductor, "lower_and_check", lower)
@@ -78,12 +79,11 @@ def test_steps_are_small_however_far_apart_blocks_lie(monkeypatch: pytest.Monkey
     assert margins == [0, BUDGET // 50]
 
 
-def test_the_closest_of_all_is_lowered_and_says_what_the_allocator_will_take(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_closest_of_all_is_lowered(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = [BUDGET + (n << 30) for n in (2, 1, 3)]
     assert len(sizes) == MAX_CLOSER
-    result, _, lowered = run(monkeypatch, sizes)
+    _, _, lowered = run(monkeypatch, sizes)
     assert lowered == [1]
-    assert "11.00 GiB" in result.plan.notes[-1]
 
 
 def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -91,13 +91,37 @@ def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.Mo
     assert lowered == [0]
 
 
+def tenant() -> list[Allocation]:
+    """Best fit needs 220 MiB; laid where they fit, blocks need 140."""
+    words = "a+100 b+20 a- c+20 d+100 d- c- b-".split()
+    return [Allocation(word[0], int(word[2:]) << 20 if word[1] == "+" else 0) for word in words]
+
+
+@pytest.mark.parametrize(("limit_mib", "stops", "packed_mib"), [(300, True, 220), (150, True, 140), (100, False, 140)])
+def test_blocks_that_can_be_laid_are_close_enough(limit_mib: int, stops: bool, packed_mib: int) -> None:
+    check = ScheduleCheck((), {}, reserved_limit_bytes=limit_mib << 20, stops_scattered=stops)
+    half = tenant()
+    check._reserve(half[:4], is_backward=False)
+    check._reserve(half[4:], is_backward=True)
+    assert check.reserved_bytes == 220 << 20
+    assert check.packed_bytes == packed_mib << 20
+
+
+def test_blocks_that_cannot_be_laid_close_enough_stop_the_lowering() -> None:
+    check = ScheduleCheck((), {}, reserved_limit_bytes=100 << 20)
+    check._reserve([], is_backward=False)
+    with pytest.raises(ScatteredError) as found:
+        check._reserve(tenant(), is_backward=True)
+    assert found.value.reserved_bytes == 140 << 20
+
+
 def test_what_the_allocator_will_take_is_remembered() -> None:
-    seen = Lowered(1 << 20, 3 << 20)
+    seen = Lowered(1 << 20, 3 << 20, 2 << 20)
     remember("a plan", False, seen)
     assert recall("a plan", False) == seen
     assert recall("a plan", True) is None
-    remember("a plan", False, replace(seen, reserved_bytes=None))
-    assert recall("a plan", False) == Lowered(1 << 20, None)
+    remember("a plan", False, replace(seen, reserved_bytes=None, packed_bytes=None))
+    assert recall("a plan", False) == Lowered(1 << 20, None, None)
 
 
 def test_what_inductor_lays_out_otherwise_is_planned_without_being_moved(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -114,7 +138,7 @@ def test_what_inductor_lays_out_otherwise_is_planned_without_being_moved(monkeyp
         missing = [name for name in ("mask", "offsets") if name not in situation.fixed_layouts]
         if missing:
             raise LayoutError(frozenset(missing[:1]))
-        return (lambda: None), BUDGET
+        return LoweredGraphs(lambda: None, BUDGET, None)
 
     monkeypatch.setattr(inner_inductor, "plan_only", plan)
     monkeypatch.setattr(inner_inductor, "lower_and_check", lower)

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(DEVICE.type != "cpu", reason="on a GPU the bench
 
 @pytest.mark.parametrize(
     ("section", "rows"),
-    [("plain", 1), ("zvc", 8), ("rectified", 12), ("masks", 3), ("dense", 7), ("lossy", 4), ("alternatives", 4)],
+    [("plain", 1), ("zvc", 12), ("rectified", 18), ("masks", 6), ("dense", 10), ("lossy", 8), ("alternatives", 6)],
 )
 def test_a_section_reports_every_case(section: str, rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
     def activations() -> Activations:

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome.passes.classify import split_sides
 from fxhome.passes.constants import is_constant, separate_constants
+from fxhome.passes.facts import extract_facts
 from tests.graph_tools import chain_inputs, joint_graph, normalized
 
 
@@ -39,6 +40,17 @@ def test_a_constant_that_both_sides_read_is_made_on_both() -> None:
     assert added
     assert all(node.meta["partitioner_tag"] == "is_backward" for node in added)
     assert all(is_constant(node) and node.meta["val"] is not None for node in added)
+
+
+def test_the_constant_of_the_backward_has_a_storage_of_its_own() -> None:
+    """Else it passes for a view of the forward's, and its bytes are not counted while it lives in the backward."""
+    module, outputs = normalized(scaled, *chain_inputs())
+    before = {node.name for node in module.graph.nodes}
+    separate_constants(module, outputs)
+    facts = extract_facts(module, outputs)
+    added = [node.name for node in module.graph.nodes if node.name not in before]
+    assert added
+    assert set(added) <= {storage.owner for storage in facts.storages}
 
 
 def test_a_constant_that_only_the_backward_reads_moves_there_without_a_copy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from fxhome.passes import cost_model
 from fxhome.passes.cost_model import TimingCache, estimate_us, node_costs, op_signature, tensor_bytes
 from fxhome.passes.facts import extract_facts
 from fxhome.passes.op_timing import OpTiming
-from fxhome.passes.simulate_kernels import ALIAS, GETITEM
+from fxhome.passes.simulate_kernels import ALIAS, GETITEM, OWNER
 from tests.graph_tools import chain, chain_inputs, normalized
 
 PROFILE = DeviceProfile(
@@ -73,7 +74,8 @@ def test_each_distinct_operator_is_timed_once_and_then_read_from_the_cache(
     monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path))
     timed: list[str] = []
 
-    def time_op(node: torch.fx.Node, _: torch.device) -> OpTiming:
+    def time_op(node: torch.fx.Node, _: torch.device, args: tuple[Any, ...]) -> OpTiming:
+        assert args == node.args
         timed.append(op_signature(node))
         return OpTiming(123.0, 7, 31.0)
 
@@ -122,6 +124,16 @@ def test_a_damaged_cache_is_measured_again_and_another_device_has_its_own(tmp_pa
         assert TimingCache(PROFILE, tmp_path).entries == {}
 
 
+def test_two_processes_that_measure_at_a_time_lose_nothing_of_each_other(tmp_path: Path) -> None:
+    first, second = TimingCache(PROFILE, tmp_path), TimingCache(PROFILE, tmp_path)
+    first.entries["a"] = OpTiming(1.0, 2)
+    first.save()
+    second.read()
+    second.entries["b"] = OpTiming(3.0, 4)
+    second.save()
+    assert TimingCache(PROFILE, tmp_path).entries == {"a": OpTiming(1.0, 2), "b": OpTiming(3.0, 4)}
+
+
 def test_signatures_tell_layouts_and_constants_apart() -> None:
     def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         y = x @ weight
@@ -130,3 +142,54 @@ def test_signatures_tell_layouts_and_constants_apart() -> None:
     module, _ = normalized(step, *LARGE)
     clamps = [op_signature(node) for node in module.graph.nodes if "clamp" in str(node.target)]
     assert len(clamps) == len(set(clamps)) == 3
+
+
+@pytest.mark.parametrize("kind", ["cuda", "cpu"])
+def test_a_gpus_convolution_is_timed_without_the_bias_that_inductor_adds_in_a_loop(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        first = torch.nn.functional.conv2d(x, weight, bias, padding=1)
+        return torch.nn.functional.conv2d(first, weight, bias).relu().sum()
+
+    monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path))
+    biases: list[Any] = []
+
+    def time_op(node: torch.fx.Node, _: torch.device, args: tuple[Any, ...]) -> OpTiming:
+        if node.target is torch.ops.aten.convolution.default:
+            biases.append(args[2])
+        return OpTiming(100.0, 0)
+
+    monkeypatch.setattr(cost_model, "time_op", time_op)
+    values = [torch.randn(*size, requires_grad=True) for size in ((1, 16, 64, 64), (16, 16, 3, 3), (16,))]
+    module, outputs = normalized(step, *values)
+    facts = extract_facts(module, outputs, fusing=True)
+    costs = node_costs(module, facts, dataclasses.replace(PROFILE, kind=kind), measure=True, fusing=True)
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    times = [
+        costs.time_us[nodes.index(n)]
+        for n in module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    ]
+    if kind == "cpu":
+        assert times == [100.0, 100.0]
+        assert None not in biases
+        return
+    assert biases == [None, None]
+    # The first one's result goes to a library: its bias takes a kernel of its own. The second one's is read by a loop.
+    assert times == [pytest.approx(102.0 + 2 * 16 * 64 * 64 * 4 / 1e9 * 1e6), 100.0]
+
+
+def test_pooling_windows_are_bound_by_operations_on_a_gpu() -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.max_pool2d(x.exp(), 3, 2).sum()
+
+    module, outputs = normalized(step, torch.randn(1, 16, 65, 65, requires_grad=True))
+    facts = extract_facts(module, outputs, fusing=True)
+    slow = dataclasses.replace(PROFILE, kind="cuda", memory_bytes_per_s=1e12)
+    nodes = [node for node in module.graph.nodes if node.op != "output"]
+    backward = next(i for i, node in enumerate(nodes) if "max_pool2d_with_indices_backward" in str(node.target))
+    reader = next(i for i in range(backward, len(nodes)) if facts.node_kind[i] == OWNER)
+    costs = node_costs(module, facts, slow, measure=False, fusing=True)
+    # Every element may lie in two times two windows.
+    assert costs.time_us[reader] == pytest.approx(2.0 + 16 * 65 * 65 * 4 * 30 / (1e9 / 4) * 1e6)
+    assert node_costs(module, facts, PROFILE, measure=False, fusing=True).time_us[reader] < costs.time_us[reader]

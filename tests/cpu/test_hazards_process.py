@@ -343,3 +343,88 @@ def test_a_new_plan_is_traced_while_no_other_thread_compiles(monkeypatch: pytest
     for _ in range(2):  # the second step has gradients beside it: it is planned again
         step(x).backward()
     assert could_compile == [False, False]
+
+
+class Block(nn.Module):
+    """Two layers; not a Sequential, whose own code Dynamo would run eagerly where it stands alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
+class Looped(nn.Module):
+    """Three blocks called in a loop with a graph break: every block is a graph, and none of them ends in the break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+            torch._dynamo.graph_break()
+        return x
+
+
+def looped_peaks(options: dict[str, Any] | None) -> tuple[Record, list[int]]:
+    """Gradients of the last of four steps, and the peak of each."""
+    fresh()
+    torch.manual_seed(0)
+    model, found, peaks = Looped(), Record(), []
+    step = compile_step(step_of(model), options)
+    x = batch()
+    for _ in range(4):
+        model.zero_grad()
+        gc.collect()
+        with StorageMeter(granule_bytes=1) as meter:
+            meter.track_resident()
+            step(x).backward()
+        peaks.append(meter.peak_bytes)
+    for name, parameter in model.named_parameters():
+        found.note(name, parameter.grad)
+    return found, peaks
+
+
+def test_graphs_called_from_a_loop_that_breaks_leave_room_for_each_other() -> None:
+    """The smallest budget that the last graph's refusal names works, although the first one could not know of it."""
+    expected, stock = looped_peaks(None)
+    budget = 1 << 19
+    for _ in range(len(Looped().blocks) + 1):
+        try:
+            found, peaks = looped_peaks({"memory_budget": in_bytes(budget)})
+            break
+        except InfeasibleBudgetError as refused:
+            minimum = refused.with_traceback(None).minimum_bytes
+            assert minimum is not None
+            assert minimum > budget
+            budget = minimum
+    else:
+        pytest.fail(f"the budget of {budget} bytes that a refusal names is refused")
+    assert found.differences(expected) == []
+    assert max(peaks[2:]) <= budget < max(stock)
+
+
+def test_a_graph_that_nothing_follows_gets_the_room_that_it_left(caplog: pytest.LogCaptureFixture) -> None:
+    """A break behind the last operator: planned as the first of several graphs once, then as the only one."""
+    fresh()
+    torch.manual_seed(0)
+    model = Net()
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = model(x).square().mean()
+        torch._dynamo.graph_break()
+        return loss
+
+    compiled = compile_step(step, {"memory_budget": "64MiB"})
+    x = batch()
+    for _ in range(3):
+        compiled(x).backward()
+    (plan,) = fxhome.plans()
+    assert plan.search.stopped_by.startswith("nothing to do")
+    assert warnings_of(caplog) == []

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxhome
 from fxhome.errors import InfeasibleBudgetError
@@ -148,7 +149,16 @@ def failing_backward(step: Step, model: nn.Module, found: Record) -> None:
     step(batch()).backward()
 
 
+def checkpointed(step: Step, model: nn.Module, found: Record) -> None:
+    """torch.utils.checkpoint around what is compiled: each forward runs again inside the backward, last call first."""
+    for _ in range(3):
+        x = batch().requires_grad_()
+        (checkpoint(step, x, use_reentrant=False) * checkpoint(step, x.sin(), use_reentrant=False)).backward()
+        found.note("input gradient", x.grad)
+
+
 SCENARIOS = [
+    checkpointed,
     forward_without_backward,
     backward_twice,
     accumulate,
@@ -245,17 +255,21 @@ def test_the_same_module_compiled_twice() -> None:
     assert_no_host_memory_in_use()
 
 
-@pytest.mark.parametrize("dynamic", [None, True, False])
-def test_every_batch_size_has_a_plan_of_its_own(dynamic: bool | None) -> None:
+@pytest.mark.parametrize("dynamic", [None, True, False, "marked"])
+def test_every_batch_size_has_a_plan_of_its_own(dynamic: bool | str | None) -> None:
     sizes = (256, 320, 384)
 
     def gradients(backend: dict[str, Any] | None) -> Record:
         fresh()
         torch.manual_seed(0)
         model, found = Net(), Record()
-        step = compile_step(step_of(model), backend, dynamic=dynamic)
+        marks = dynamic == "marked"
+        step = compile_step(step_of(model), backend, dynamic=None if isinstance(dynamic, str) else dynamic)
         for rows in (*sizes, *reversed(sizes)):
-            step(torch.randn(rows, WIDTH)).backward()
+            x = torch.randn(rows, WIDTH)
+            if marks:
+                torch._dynamo.mark_dynamic(x, 0)
+            step(x).backward()
         for name, parameter in model.named_parameters():
             found.note(name, parameter.grad)
         return found
@@ -266,6 +280,7 @@ def test_every_batch_size_has_a_plan_of_its_own(dynamic: bool | None) -> None:
     assert found.differences(expected) == []
     assert len(plans) == len(sizes)
     assert len({plan.graph_fingerprint for plan in plans}) == len(sizes)
+    assert all(any("mark_dynamic" in note for note in plan.notes) == (dynamic == "marked") for plan in plans)
 
 
 def test_at_the_recompile_limit_there_is_an_error_and_nothing_runs_eagerly() -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from benchmarks.lowering import PROFILES, SLACK, Row, replay, table
-from benchmarks.pretend_gpu import halved_times
+from benchmarks.pretend_gpu import derived_times
 from fxhome.device import DeviceProfile
 from fxhome.passes.cost_model import op_signature
 from fxhome.passes.split_convolution import SUFFIX, split_convolutions
@@ -65,6 +65,21 @@ def test_each_half_of_a_convolutions_backward_counts_half_of_what_the_whole_took
     times = {op_signature(whole): (80.0, 4096)}
     split_convolutions(module, min_bytes=0)
     halves = [whole, next(node for node in module.graph.nodes if node.name.endswith(SUFFIX))]
-    wanted = {op_signature(node): node for node in halves}
-    assert halved_times(wanted, times) == dict.fromkeys(wanted, (40.0, 2048))
-    assert halved_times(wanted, {}) == {}
+    wanted = {op_signature(node): (node, node.args) for node in halves}
+    assert derived_times(wanted, times, PROFILE) == dict.fromkeys(wanted, (40.0, 2048))
+    assert derived_times(wanted, {}, PROFILE) == {}
+
+
+def test_a_convolution_without_its_bias_counts_what_it_took_less_another_pass_over_its_result() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+        return nn.functional.conv2d(x, weight, bias).exp().sum()
+
+    values = [torch.randn(*size, requires_grad=True) for size in ((1, 2, 8, 8), (2, 2, 3, 3), (2,))]
+    module, _ = normalized(step, *values)
+    (node,) = module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution.default)
+    args = (*node.args[:2], None, *node.args[3:])
+    wanted = {op_signature(node, args): (node, args)}
+    pass_us = 2 * (2 * 6 * 6 * 4) / PROFILE.memory_bytes_per_s * 1e6
+    assert derived_times(wanted, {op_signature(node): (80.0, 64)}, PROFILE) == {
+        op_signature(node, args): (pytest.approx(80.0 - pass_us), 64)
+    }

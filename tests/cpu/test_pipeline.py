@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from fxhome.device import cached_profile
-from fxhome.errors import InfeasibleBudgetError
+from fxhome.errors import InfeasibleBudgetError, OptionError
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation, link_of, plan_graph, rewrite
 from fxhome.placement import Placement
@@ -155,3 +155,22 @@ def test_the_links_slowdown_comes_from_the_duplex_rate() -> None:
     link = link_of(profile)
     assert link.d2h_us_per_byte == pytest.approx(1e6 / profile.d2h_bytes_per_s)
     assert link.duplex_slowdown >= 1.0
+
+
+def test_a_dump_folder_that_cannot_be_made_is_one_error(tmp_path: Path) -> None:
+    (tmp_path / "taken").write_text("a file")
+    with pytest.raises(OptionError, match=r"dump_dir='.*taken' cannot be made \(File exists\); give a folder"):
+        planned("70%", dump_dir=str(tmp_path / "taken"))
+
+
+@pytest.mark.parametrize(
+    ("allow", "advice"),
+    [
+        (["swap", "recompute", "compress"], " or use a smaller batch"),
+        (["swap", "compress"], ", use a smaller batch, or allow recompute too"),
+    ],
+)
+def test_a_refusal_advises_what_was_not_allowed(allow: list[str], advice: str) -> None:
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planned("1%", allow=allow)
+    assert str(refused.value).endswith(f"Ask for at least {refused.value.minimum_bytes}{advice}")

@@ -12,8 +12,14 @@ from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxhome.passes.inductor_check import laid_out_otherwise
+from fxhome.passes.insert_transfers import insert_transfers
+from fxhome.passes.partition import partition
 from fxhome.passes.recorded_layouts import keep_recorded_layouts
+from fxhome.passes.schedule import schedule
+from fxhome.passes.simulate import SWAP, simulate
+from fxhome.passes.torch_compat import NOT_PADDED
 from fxhome.runtime import ops
+from tests.graph_tools import normalized, placed, problem_of
 
 SHAPE = (2, 8, 8, 8)
 CHANNELS_LAST = (512, 1, 64, 8)
@@ -35,6 +41,22 @@ class Recorder:
     def uuid(self) -> None:
         """Never cached."""
         return None
+
+
+def moved_late(*, is_marked: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
+    """A mask with rows of 1100 bytes that the backward still holds while it is moved."""
+    graph = fx.Graph()
+    with FakeTensorMode():
+        x = graph.placeholder("x")
+        x.meta["val"] = torch.empty(4, 3, 1100)
+        mask = graph.call_function(torch.ops.aten.gt.Scalar, (x, 0.0))
+        mask.meta["val"] = torch.ops.aten.gt.Scalar(x.meta["val"], 0.0)
+        if is_marked:
+            mask.meta[NOT_PADDED] = True
+        host = graph.call_function(ops.swap_out, (mask,))
+        host.meta["val"] = ops.swap_out(mask.meta["val"])
+        graph.output((host, mask))
+        return fx.GraphModule({}, graph), [x.meta["val"]]
 
 
 def moved_mask(*, first_is_last: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
@@ -81,10 +103,14 @@ def test_what_lies_otherwise_is_named(recorded: tuple[int, ...], expected: set[s
     assert found.value.args[0] == expected
 
 
-def moved_strides(*, first_is_last: bool) -> tuple[int, ...]:
+def moved_strides(module: fx.GraphModule, inputs: list[torch.Tensor]) -> tuple[int, ...]:
     """The strides in which Inductor writes the mask."""
-    module, inputs = moved_mask(first_is_last=first_is_last)
-    patches = {"_post_fusion_custom_pass": Recorder(), "fx_graph_cache": False, "layout_optimization": False}
+    patches = {
+        "_post_fusion_custom_pass": Recorder(),
+        "fx_graph_cache": False,
+        "layout_optimization": False,
+        "disable_padding_cpu": False,
+    }
     with torch._inductor.config.patch(patches), pytest.raises(Seen) as found:
         compile_fx_inner(module, inputs)
     strides: tuple[int, ...] = found.value.args[0]
@@ -96,5 +122,27 @@ def test_an_open_layout_is_closed_as_recorded() -> None:
     closed = lowering.lowerings[ops.swap_out]
     keep_recorded_layouts()
     assert lowering.lowerings[ops.swap_out] is closed
-    assert moved_strides(first_is_last=True) == CHANNELS_LAST
-    assert moved_strides(first_is_last=False) == (512, 64, 8, 1)
+    assert moved_strides(*moved_mask(first_is_last=True)) == CHANNELS_LAST
+    assert moved_strides(*moved_mask(first_is_last=False)) == (512, 64, 8, 1)
+
+
+@pytest.mark.parametrize(("is_marked", "strides"), [(False, (3456, 1152, 1)), (True, (3300, 1100, 1))])
+def test_rows_of_what_is_moved_are_not_padded(is_marked: bool, strides: tuple[int, ...]) -> None:
+    keep_recorded_layouts()
+    assert moved_strides(*moved_late(is_marked=is_marked)) == strides
+
+
+def test_what_a_plan_moves_or_encodes_is_marked() -> None:
+    def step(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return (x @ weight).sin().exp().sum()
+
+    module, outputs = normalized(step, *(torch.randn(64, 64, requires_grad=True) for _ in range(2)))
+    facts, problem = problem_of(module, outputs)
+    placement = placed(problem, SWAP)
+    program = schedule(facts, placement, simulate(problem, placement, 1 << 40))
+    moved = {item.target for item in program if item.kind == "swap_out"}
+    forward, _ = insert_transfers(*partition(module, program, outputs), program, outputs, {})
+    assert moved
+    assert {
+        node.name for node in forward.graph.nodes if NOT_PADDED in node.meta and not node.meta.get("fxhome_host")
+    } >= moved

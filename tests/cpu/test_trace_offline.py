@@ -10,7 +10,7 @@ from torch.fx.graph_module import GraphModule
 import fxhome
 from fxhome.errors import UnsupportedGraphError
 from fxhome.trace_offline import trace_joint
-from tests.hazard_tools import fresh
+from tests.hazard_tools import fresh, warnings_of
 
 
 def build(device: str) -> nn.Module:
@@ -37,6 +37,65 @@ def test_a_model_that_is_not_trained_has_no_graph(inner: str) -> None:
     fresh()
     with pytest.raises(UnsupportedGraphError, match="no training graph was found"):
         trace_joint(nn.ReLU(), (torch.empty(2, 3, device="meta"),), inner, operators)
+
+
+class Breaking(nn.Module):
+    """Two graphs: Dynamo cannot look into a number that depends on data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return self.second(x)
+
+
+class Looping(nn.Module):
+    """A graph per call of `one`, none of which ends in the break."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleList(Breaking() for _ in range(2))
+
+    def one(self, part: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        assert isinstance(part, Breaking)
+        return part.first(x).sin()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for part in self.parts:
+            x = self.one(part, x)
+            torch._dynamo.graph_break()
+        return x
+
+
+@pytest.mark.parametrize("model", [Breaking, Looping])
+def test_a_plan_of_a_part_says_so(model: type[nn.Module], caplog: pytest.LogCaptureFixture) -> None:
+    fresh()
+    plan = fxhome.plan(model(), (torch.ones(4, 8),), "100%", device="cpu")
+    (note,) = plan.notes
+    assert note.startswith("only the first graph of this model is planned, not the whole step")
+    assert warnings_of(caplog) == [f"fxhome: {note}"]
+
+
+def test_a_plan_of_the_whole_has_no_note() -> None:
+    fresh()
+    assert fxhome.plan(nn.Linear(8, 8), (torch.ones(4, 8),), "100%", device="cpu").notes == ()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "reason"),
+    [
+        ((torch.ones(4, 3),), "RuntimeError: a and b must have same reduction dim, but got [4, 3] X [8, 8]"),
+        ((), "TypeError: Linear.forward() missing 1 required positional argument: 'input'"),
+    ],
+)
+def test_a_model_that_fails_is_one_error(inputs: tuple[torch.Tensor, ...], reason: str) -> None:
+    fresh()
+    with pytest.raises(UnsupportedGraphError, match="cannot be traced with these inputs") as refused:
+        fxhome.plan(nn.Linear(8, 8), inputs, "100%", device="cpu")
+    assert reason in str(refused.value)
 
 
 @pytest.mark.slow

@@ -1,0 +1,105 @@
+"""The caching allocator's large pool of one stream, where nothing grows: which free block an allocation takes.
+
+    mapped ranges of one expandable segment + blocks in use  ->  where each allocation goes, in order
+
+The smallest free block that fits, the lowest of those, and the low part of it; neighbours merge when freed. A free
+block with unmapped addresses behind it counts as long as it could grow (c10/cuda/CUDACachingAllocator.cpp). Sizes and
+addresses are bytes; sizes are multiples of GRANULE_BYTES above SMALL_BYTES. Best fit never maps: None says that it
+would have to.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Hashable, Iterable, Mapping
+
+from fxhome.passes.allocator import SMALL_BYTES
+
+GRANULE_BYTES = 512
+ENDLESS = 1 << 60
+"""Unmapped bytes behind the last range."""
+
+
+def rounded(size_bytes: int) -> int:
+    """What an allocation of a size takes."""
+    return max(GRANULE_BYTES, -(-size_bytes // GRANULE_BYTES) * GRANULE_BYTES)
+
+
+class Heap:
+    """Blocks in use and holes between them. Keys name the blocks in use."""
+
+    def __init__(self, ranges: Iterable[tuple[int, int]], used: Mapping[Hashable, tuple[int, int]]) -> None:
+        """ranges: (start, end) of what is mapped, in any order. used: (address, size) inside of them."""
+        self.used = dict(used)
+        self.ranges = tuple(sorted(ranges))
+        starts = [start for start, _ in self.ranges[1:]]
+        self._behind = {
+            end: (following - end if following is not None else ENDLESS)
+            for (_, end), following in zip(self.ranges, [*starts, None], strict=True)
+        }
+        self._by_size: list[tuple[int, int]] = []
+        self._by_start: dict[int, int] = {}
+        self._by_end: dict[int, int] = {}
+        blocks = sorted(self.used.values())
+        for start, end in self.ranges:
+            cursor = start
+            for address, size in blocks:
+                if start <= address < end:
+                    assert cursor <= address, "blocks in use do not overlap"
+                    if address > cursor:
+                        self._add(cursor, address - cursor)
+                    cursor = address + size
+            if end > cursor:
+                self._add(cursor, end - cursor)
+
+    @property
+    def holes(self) -> tuple[tuple[int, int], ...]:
+        """(size, address) of every free block, smallest first: what the next allocation depends on."""
+        return tuple(self._by_size)
+
+    def best(self, size_bytes: int) -> tuple[int, int] | None:
+        """(address, size) of the hole that an allocation would take; None where it would have to grow."""
+        i = bisect_left(self._by_size, (size_bytes, 0))
+        if i == len(self._by_size):
+            return None
+        while i + 1 < len(self._by_size) and self._reach(i + 1) < self._reach(i):
+            i += 1
+        size, start = self._by_size[i]
+        return start, size
+
+    def take(self, key: Hashable, size_bytes: int) -> int | None:
+        """Allocate; the address, or None (and nothing is changed) where the segment would have to grow."""
+        assert size_bytes > SMALL_BYTES, "small allocations live elsewhere"
+        assert key not in self.used, "a block is taken once"
+        hole = self.best(size_bytes)
+        if hole is None:
+            return None
+        start, size = hole
+        self._remove(start, size)
+        if size > size_bytes:
+            self._add(start + size_bytes, size - size_bytes)
+        self.used[key] = (start, size_bytes)
+        return start
+
+    def give(self, key: Hashable) -> None:
+        """Free a block."""
+        start, size = self.used.pop(key)
+        if (before := self._by_end.get(start)) is not None:
+            self._remove(before, start - before)
+            start, size = before, size + start - before
+        if (behind := self._by_start.get(start + size)) is not None:
+            self._remove(start + size, behind)
+            size += behind
+        self._add(start, size)
+
+    def _reach(self, i: int) -> int:
+        size, start = self._by_size[i]
+        return size + self._behind.get(start + size, 0)
+
+    def _add(self, start: int, size: int) -> None:
+        insort(self._by_size, (size, start))
+        self._by_start[start] = size
+        self._by_end[start + size] = start
+
+    def _remove(self, start: int, size: int) -> None:
+        del self._by_size[bisect_left(self._by_size, (size, start))]
+        del self._by_start[start]
+        del self._by_end[start + size]

@@ -1,0 +1,160 @@
+"""Plugs: what the plan says is what a second model of the allocator does, statement by statement."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew
+from tests.allocator_model import PAGE, ModelAllocator
+
+MIB = 1 << 20
+BASE = 3 * PAGE
+
+
+def steered(step: Sequence[Statement], model: ModelAllocator, laid: Laid) -> None:
+    """Run a step on the model with the plugs of a plan, and hold each address to the plan's."""
+    places: dict[int, int] = {}
+    held: list[int] = []
+    for statement in step:
+        while held:
+            model.give(held.pop())
+        plugs = laid.plugs.get(statement.hook, Plugs(())) if statement.hook is not None else Plugs(())
+        for size, address in plugs.takes:
+            got = model.take(size)
+            assert got == address
+            held.append(got)
+        for i in sorted(plugs.stand_ins, reverse=True):
+            model.give(held.pop(i))
+        for event in statement.events:
+            if event.size_bytes:
+                places[event.block] = model.take(event.size_bytes)
+                assert places[event.block] == laid.addresses[event.block]
+            else:
+                model.give(places.pop(event.block))
+    while held:
+        model.give(held.pop())
+
+
+def with_weights() -> ModelAllocator:
+    model = ModelAllocator(base_page=BASE // PAGE)
+    model.take(30 * MIB)
+    model.empty_cache()
+    return model
+
+
+def used_by(model: ModelAllocator) -> dict[object, tuple[int, int]]:
+    return {("kept", address): (address, size) for address, size in model.used.items()}
+
+
+def established(step: Sequence[Statement], model: ModelAllocator) -> Laid:
+    extent, laid = lay_anew(step, model.ranges(), used_by(model), {})
+    assert model.map(extent.size_bytes) == extent.address
+    assert tuple(model.ranges()) == extent.ranges == laid.ranges
+    return laid
+
+
+def one_each(text: str) -> list[Statement]:
+    """`1+100 2+20 1-`: each allocation is a statement of its own, with what is freed behind it. MiB."""
+    found: list[tuple[Event, ...]] = []
+    for word in text.split():
+        block, size = word.replace("-", "+0").split("+")
+        event = Event(int(block), int(float(size) * MIB))
+        if event.size_bytes or not found:
+            found.append((event,))
+        else:
+            found[-1] = (*found[-1], event)
+    return [Statement(hook, events) for hook, events in enumerate(found)]
+
+
+def test_a_small_tenant_is_sent_past_the_large_hole() -> None:
+    step = one_each("1+100 2+20 1- 3+20 4+100 4- 3- 2-")
+    model = with_weights()
+    laid = established(step, model)
+    assert laid.mapped_bytes == 180 * MIB
+    reserved = model.reserved
+    steered(step, model, laid)
+    assert model.reserved == reserved
+    assert laid.plugs
+
+
+def test_what_goes_to_its_place_by_itself_needs_no_plug() -> None:
+    laid = established(one_each("1+100 2+20 2- 1-"), with_weights())
+    assert laid.plugs == {}
+
+
+def test_several_blocks_of_one_statement_are_sent_together() -> None:
+    step = [
+        Statement(0, (Event(1, 60 * MIB), Event(2, 20 * MIB), Event(3, 30 * MIB), Event(2, 0))),
+        Statement(1, (Event(4, 20 * MIB), Event(5, 2 * MIB), Event(1, 0))),
+        Statement(2, (Event(6, 60 * MIB), Event(3, 0), Event(4, 0), Event(5, 0), Event(6, 0))),
+    ]
+    model = with_weights()
+    laid = established(step, model)
+    reserved = model.reserved
+    steered(step, model, laid)
+    assert model.reserved == reserved
+
+
+def test_without_hooks_blocks_go_where_best_fit_puts_them() -> None:
+    step = [Statement(None, s.events) for s in one_each("1+100 2+20 1- 3+20 4+100 4- 3- 2-")]
+    model = with_weights()
+    laid = established(step, model)
+    assert laid.plugs == {}
+    reserved = model.reserved
+    steered(step, model, laid)
+    assert model.reserved == reserved
+
+
+def test_a_step_that_does_not_fit_into_what_is_mapped_is_refused() -> None:
+    model = with_weights()
+    with pytest.raises(NoRoomError):
+        lay(one_each("1+100 1-"), model.ranges(), used_by(model), {})
+
+
+def test_what_a_step_leaves_is_told_under_its_next_name() -> None:
+    model = with_weights()
+    model.give(model.take(100 * MIB))
+    old = model.take(20 * MIB)
+    step = [Statement(0, (Event(1, 50 * MIB), Event(-1, 0))), Statement(1, (Event(2, 20 * MIB), Event(1, 0)))]
+    used = used_by(model)
+    del used["kept", old]
+    laid = lay(step, model.ranges(), {**used, -1: (old, 20 * MIB)}, {-1: 2})
+    # It comes back to where the one before it lay, so that all steps start alike.
+    assert laid.end[-1] == (old, 20 * MIB)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6))
+def test_random_steps_are_steered_as_planned_and_map_nothing(seed: int) -> None:
+    draw = random.Random(seed)
+    count = draw.randrange(2, 30)
+    events: list[list[Event]] = [[] for _ in range(count)]
+    block = 0
+    for i in range(count):
+        for _ in range(draw.choice([1, 1, 2, 3])):
+            block += 1
+            size = draw.choice([2, 3, 5, 8, 20, 40]) * MIB + 512 * draw.randrange(3000)
+            events[i].append(Event(block, size))
+            stop = min(count - 1, i + draw.choice([0, 0, 1, 3, count]))
+            events[stop].append(Event(block, 0))
+    step = [Statement(hook if draw.random() < 0.85 else None, tuple(some)) for hook, some in enumerate(events)]
+    model = with_weights()
+    laid = established(step, model)
+    reserved = model.reserved
+    assert reserved == laid.mapped_bytes
+    alive = most = sum(model.used.values())
+    sizes = {event.block: event.size_bytes for event in itertools.chain(*events) if event.size_bytes}
+    for event in itertools.chain(*events):
+        alive += event.size_bytes or -sizes[event.block]
+        most = max(most, alive)
+    for _ in range(2):
+        steered(step, model, laid)
+        assert model.reserved == reserved
+        assert len(model.used) == 1
+    assert model.most_allocated == most
