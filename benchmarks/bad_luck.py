@@ -27,6 +27,7 @@ from torch import nn
 
 import fxhome
 from benchmarks.workloads import Decoder
+from fxhome.backend import fxhome as backend
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
@@ -119,7 +120,7 @@ def train(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]
     options: dict[str, Any] = {"memory_budget": arguments.budget, "inner": inner}
     if "host_budget" in case:
         options["host_budget"] = case["host_budget"]
-    step = torch.compile(model, backend="fxhome", options=options)
+    step = torch.compile(model, backend=backend, options=options)
     optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
     times: list[float] = []
     cap_bytes = peak = 0

@@ -102,7 +102,7 @@ class TimingCache:
     """Measured operator times of one device and set of versions, kept in one JSON file."""
 
     def __init__(self, profile: DeviceProfile, directory: Path | None = None) -> None:
-        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|5".encode()).hexdigest()[:16]
+        key = hashlib.sha256(f"{profile.fingerprint()}|{profile.versions}|6".encode()).hexdigest()[:16]
         self.path = (directory or cache_directory()) / f"ops-{profile.kind}-{key}.json"
         self.entries: dict[str, OpTiming] = {}
         self.read()

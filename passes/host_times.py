@@ -59,6 +59,8 @@ def host_times(
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     of = _generated_us(nodes, facts, host) if host.inner == "inductor" else _eager_us(nodes, facts, host)
     of = [known if known is not None else us for us, known in zip(of, called_us or [None] * len(of), strict=True)]
+    if host.inner == "inductor":
+        of = [us + host.kernel_us if _adds_a_bias(node) else us for us, node in zip(of, nodes, strict=True)]
     step = np.zeros(HOST_FIGURES, np.float64)
     inputs = sum(phase == INPUT for phase in facts.node_phase) - len(facts.tangent_storages)
     step[ENTER_FORWARD] = host.forward_us + host.input_us * inputs
@@ -143,6 +145,12 @@ def _joined(
 def _elements(node: fx.Node) -> int:
     leaves = tree_leaves(node.meta.get("val"))
     return max((leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+
+
+def _adds_a_bias(node: fx.Node) -> bool:
+    """Whether a kernel of its own adds a convolution's bias: Inductor calls libraries without it."""
+    biased = operator_name(node) == "aten::convolution" and isinstance(node.args[2], fx.Node)
+    return biased and not all(is_generated_loop(user) for user in node.users)
 
 
 def _operator_us(node: fx.Node, host: HostCosts) -> float:

@@ -34,7 +34,7 @@ BRIEF_US = 30.0
 HOLD_US = 1_000.0
 MAX_HOLD_US = 60_000.0
 CYCLES_PER_US = 1_800
-LONG_US = 2_000.0
+LONG_US = 300.0
 HOST_RUNS = 8
 
 
@@ -118,9 +118,11 @@ def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpT
     # settled, and timed without a gap behind that. Whoever else uses the device meanwhile makes a part of it longer.
     runs = max(TIMED_RUNS, min(MAX_CUDA_RUNS, int(SETTLE_US / max(once_us, 1.0))))
     if once_us >= BRIEF_US:
-        _elapsed_us(target, args, kwargs, runs)
+        _elapsed_us(target, args, kwargs, runs, hold_us=0.0)
     part = -(-runs // PARTS)
-    elapsed_us = statistics.median(_elapsed_us(target, args, kwargs, part) for _ in range(PARTS))
+    # Held up, a device cools down: what is longer than its launch is timed without.
+    hold_us = HOLD_US if once_us < LONG_US else 0.0
+    elapsed_us = statistics.median(_elapsed_us(target, args, kwargs, part, hold_us) for _ in range(PARTS))
     return OpTiming(elapsed_us, workspace, host_us)
 
 
@@ -138,15 +140,16 @@ def _host_us(target: Any, args: Any, kwargs: Any, device: torch.device) -> float
     return undisturbed(times)
 
 
-def _elapsed_us(target: Any, args: Any, kwargs: Any, runs: int) -> float:
+def _elapsed_us(target: Any, args: Any, kwargs: Any, runs: int, hold_us: float = HOLD_US) -> float:
     """Mean time of `runs` calls in a row, by the device's own clock.
 
-    They are queued while the device is held up: what is timed is the device, however slow the host is at launching.
+    hold_us: they are queued while the device is held up so long, and longer where that was not enough: what is timed is
+    the device then, however slow the host is at launching. 0: it is not held up.
     """
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    hold_us = HOLD_US
     while True:
-        torch.cuda._sleep(int(hold_us * CYCLES_PER_US))
+        if hold_us:
+            torch.cuda._sleep(int(hold_us * CYCLES_PER_US))
         queued = time.perf_counter()
         begin.record()
         for _ in range(runs):
@@ -155,7 +158,6 @@ def _elapsed_us(target: Any, args: Any, kwargs: Any, runs: int) -> float:
         kept_up = begin.query()
         queueing_us = (time.perf_counter() - queued) * 1e6
         end.synchronize()
-        elapsed_us = float(begin.elapsed_time(end)) * 1e3 / runs
-        if not kept_up or elapsed_us > LONG_US or hold_us > MAX_HOLD_US:
-            return elapsed_us
+        if not hold_us or not kept_up or hold_us > MAX_HOLD_US:
+            return float(begin.elapsed_time(end)) * 1e3 / runs
         hold_us = 2 * max(hold_us, queueing_us)

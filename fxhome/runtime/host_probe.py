@@ -12,6 +12,7 @@ any compilation that the caller is in the middle of.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -35,7 +36,13 @@ _SWAP_BYTES = 1 << 16
 
 def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
     """The host's costs under `inner` ("aot_eager" or "inductor") on `device`; takes a few seconds, mostly compiling."""
-    costs = outside_of_compilation(lambda: _measure(device, inner))
+
+    def measure() -> HostCosts:
+        # A thread of its own starts on the first device.
+        with torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext():
+            return _measure(device, inner)
+
+    costs = outside_of_compilation(measure)
     if device.type == "cuda":
         # What this has left behind would be resident in the step that is planned now, and in no later process.
         torch.cuda.synchronize(device)
