@@ -9,7 +9,12 @@ from typing import Any, TypeVar
 import torch
 from torch import fx, nn
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    FakeTensor,
+    FakeTensorMode,
+)
 from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_map
 
@@ -41,6 +46,7 @@ def trace_joint(
     fake_model, fake_args = _without_data(model, example_args, mode)
     found: list[T] = []
     failure: list[FxhomeError] = []
+    broken: list[str] = []
 
     def partition(joint: GraphModule, joint_inputs: object, *, num_fwd_outputs: int, **extra: Any) -> Any:
         found.append(use(joint, joint_inputs, num_fwd_outputs, extra.get("static_lifetime_input_indices")))
@@ -56,7 +62,9 @@ def trace_joint(
         except FxhomeError as error:
             failure.append(error)
         except _TracedError:
-            if reason is not None:
+            if reason is not None and not found:
+                broken.append(reason)
+            elif reason is not None:
                 on_part(
                     f"only the first graph of this model is planned, not the whole step: {reason}; "
                     "remove the graph break, or plan the running step with torch.compile(backend='fxhome')"
@@ -69,6 +77,11 @@ def trace_joint(
         pass
     except torch._dynamo.exc.BackendCompilerFailed:
         raise
+    except (DataDependentOutputException, DynamicOutputShapeException) as error:
+        raise UnsupportedGraphError(
+            f"plan: what this model computes depends on the values of its data ({error}), and offline there are none; "
+            "plan it on real inputs with fxhome.optimize or torch.compile(backend='fxhome')"
+        ) from error
     except Exception as error:  # the user's model may raise anything
         raise UnsupportedGraphError(
             f"plan: the model cannot be traced with these inputs: {reason_of(error)}; "
@@ -76,6 +89,11 @@ def trace_joint(
         ) from error
     if failure:
         raise failure[0]
+    if broken and not found:
+        raise UnsupportedGraphError(
+            f"plan: the first graph of this model trains nothing, and only that is traced offline: {broken[0]}; "
+            "remove the graph break, or plan it on real inputs with fxhome.optimize or torch.compile(backend='fxhome')"
+        )
     if not found:
         raise UnsupportedGraphError(
             "plan: no training graph was found; the model must have a trainable parameter that its outputs depend on"

@@ -23,7 +23,11 @@ CopyTiming = Literal["earliest", "latest"]
 
 @dataclasses.dataclass(frozen=True)
 class StandIn:
-    """How the stand-in behaves. `poison` covers a source after its wait, a reload before its wait, a freed slot."""
+    """How the stand-in behaves. `poison` covers a source after its wait, a reload before its wait, a freed slot.
+
+    Only for graphs that run node by node: a compiler that orders kernels anew may read a source behind its wait, which
+    is right, since the source lives until its last reader.
+    """
 
     copy_timing: CopyTiming = "earliest"
     poison: bool = False

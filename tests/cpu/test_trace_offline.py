@@ -98,6 +98,45 @@ def test_a_model_that_fails_is_one_error(inputs: tuple[torch.Tensor, ...], reaso
     assert reason in str(refused.value)
 
 
+class Routed(nn.Module):
+    """How many rows go through the layer depends on the data."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        return self.layer(x[torch.where(rows)[0]])
+
+
+class Late(nn.Module):
+    """A graph break before anything that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 2
+        torch._dynamo.graph_break()
+        return self.layer(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "reason"),
+    [
+        (Routed, (torch.ones(4, 8), torch.ones(4)), r"depends on the values of its data \(aten\.nonzero"),
+        (Late, (torch.ones(4, 8),), r"the first graph of this model trains nothing.*: it breaks off at .*py:\d+ \("),
+    ],
+)
+def test_what_can_only_be_planned_on_real_inputs_says_so(
+    model: type[nn.Module], inputs: tuple[torch.Tensor, ...], reason: str
+) -> None:
+    fresh()
+    with pytest.raises(UnsupportedGraphError, match=f"{reason}.*on real inputs with fxhome.optimize"):
+        fxhome.plan(model(), inputs, "100%", device="cpu")
+
+
 @pytest.mark.slow
 def test_an_offline_plan_for_inductor_is_for_the_very_graph_that_inductor_runs() -> None:
     fresh()
