@@ -3,7 +3,8 @@
     trace 1   AOTAutograd up to the partition -> a plan, nothing lowered
     trace 2   stock Inductor where the baseline fits; else the planned graphs, lowered with their transfers pinned
     check     both graphs' peaks, from the scheduler, before anything runs; too high: plan again with the difference
-              as margin, then the smallest plan that is known, then refuse, naming what that one needs
+              as margin, then with a generous one, then the smallest plan that is known, then refuse, naming what
+              that one needs
     reserve   what the caching allocator will take for the blocks of a step: more than RESERVED_SHARE above the budget,
               they are laid where they fit (placed_blocks.py); still more: look for a plan whose blocks lie closer, else
               take the best one
@@ -49,7 +50,10 @@ from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
 
-MAX_REPLANS = 2
+MAX_REPLANS = 3
+"""The last one is the smallest plan that is known; the ones before ask for a margin, and then for a generous one."""
+GENEROUS = 200
+"""The part of the budget that the generous margin is at least larger."""
 MAX_CLOSER = 3
 """Plans that are lowered, at most, to find one whose blocks lie close enough."""
 
@@ -152,6 +156,8 @@ def _hold_budget(
         if situation.smallest:
             break
         more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
+        if attempt:
+            more = max(more, situation.lowering_bytes + 2 * over + planned.plan.budget_bytes // GENEROUS)
         situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
     raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import in_place, lowered_buffers, recorded_layouts, unfuse
+from fxhome.passes import in_place, lowered_buffers, mix_order, recorded_layouts, unfuse
 from fxhome.passes.allocator import Allocation, reserved_bytes
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.pack_blocks import packed_bytes
@@ -149,7 +149,14 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
     def uuid(self) -> Any:
         """Its source and its limits: what else differs between plans is in the graphs already."""
-        sources = (__file__, lowered_buffers.__file__, in_place.__file__, recorded_layouts.__file__, unfuse.__file__)
+        sources = (
+            __file__,
+            lowered_buffers.__file__,
+            in_place.__file__,
+            mix_order.__file__,
+            recorded_layouts.__file__,
+            unfuse.__file__,
+        )
         return custom_graph_pass.get_hash_for_files(sources, str(self.limits))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -18,6 +18,7 @@ import torch
 from fxhome.passes.allocator import Allocation, events
 from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
 from fxhome.passes.in_place import Takeover, takeovers
+from fxhome.passes.mix_order import mix_order_workspace
 from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
@@ -261,14 +262,16 @@ def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[Low
 
 
 def _workspace_of(node: Any, workspace: Mapping[str, int]) -> int:
-    """Workspace of a library call. A generated kernel has none, whichever graph nodes it stems from."""
+    """Workspace of a library call, or of a generated kernel that has one; most have none, whichever graph nodes they
+    stem from.
+    """
     sizes = [
         workspace.get(origin.name, 0)
         for inner in node.get_nodes()
         if inner.node is not None and inner.is_extern()
         for origin in inner.node.get_origins()
     ]
-    return max(sizes, default=0)
+    return max([mix_order_workspace(node), *sizes])
 
 
 def _device_of(name: str, graph: Any) -> str | None:
