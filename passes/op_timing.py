@@ -17,7 +17,7 @@ from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from fxhome.host_clock import Sweeper, undisturbed
+from fxhome.host_clock import undisturbed
 
 WARMUP_RUNS = 1
 TIMED_RUNS = 3
@@ -128,11 +128,9 @@ def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpT
 
 def _host_us(target: Any, args: Any, kwargs: Any, device: torch.device) -> float:
     """Host us of one call, the device idle before it: until it returns, not until the device is done."""
-    sweep = Sweeper()
     times = []
     for _ in range(HOST_RUNS):
         torch.cuda.synchronize(device)
-        sweep()
         begin = time.perf_counter_ns()
         result = target(*args, **kwargs)
         times.append((time.perf_counter_ns() - begin) / 1e3)

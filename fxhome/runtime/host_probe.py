@@ -4,9 +4,10 @@
     chain of products with something else -> that something
     network of 4 and 16 parameters        -> what each parameter adds to a forward and to a backward
 
-Tensors are so small that the device is never what is waited for. No two kernels of a chain are the same, and the
-processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel, and
-a launch repeated at once takes half the time. Everything is compiled by the same inner compiler as the step, apart from
+Tensors are so small that the device is never what is waited for. No two generated kernels of a chain are the same, and
+the processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel,
+and a launch repeated at once takes half the time. An eager step goes through the same code for each of its operators:
+there nothing is swept (swept, steps were predicted twice as long as they were). Everything is compiled by the same inner compiler as the step, apart from
 any compilation that the caller is in the middle of.
 """
 
@@ -56,7 +57,7 @@ def _measure(device: torch.device, inner: str) -> HostCosts:
     kinds = ((), ("kernel",), ("view",), ("convolution",))
     chains = [_chain(device, inner, length, kind) for length, kind in ((SHORT, ()), *((LONG, kind) for kind in kinds))]
     with torch.no_grad():
-        short, long, *more = (undisturbed(times) for times in in_turns(device, chains))
+        short, long, *more = (undisturbed(times) for times in in_turns(device, chains, inner))
     library_us = max(0.0, (long - short) / (LONG - SHORT))
     kernel_us, view_us, convolution_us = (max(0.0, (each - long) / LONG) for each in more)
     if device.type == "cuda":
@@ -145,7 +146,7 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
 
     works = [functools.partial(work, index) for index in range(len(sizes)) for work in (ahead, back)]
     with torch.enable_grad():
-        times = [undisturbed(each) for each in in_turns(device, works)]
+        times = [undisturbed(each) for each in in_turns(device, works, inner)]
     return times[::2], times[1::2]
 
 
@@ -203,7 +204,7 @@ def transfer_us(device: torch.device) -> dict[str, list[float]]:
     return found
 
 
-def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> list[list[float]]:
+def in_turns(device: torch.device, works: Sequence[Callable[[], object]], inner: str) -> list[list[float]]:
     """Host us of each of `works`, one run of each after the other, again and again; the device idle before each.
 
     Until each returns, not until the device is done. In turns, since what is taken from another must have had the same
@@ -214,7 +215,8 @@ def in_turns(device: torch.device, works: Sequence[Callable[[], object]]) -> lis
     for _ in range(WARMUP_RUNS + TIMED_RUNS):
         for work, found in zip(works, times, strict=True):
             _wait(device)
-            sweep()
+            if inner == "inductor":
+                sweep()
             begin = time.perf_counter()
             result = work()
             found.append((time.perf_counter() - begin) * 1e6)
