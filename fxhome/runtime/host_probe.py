@@ -7,8 +7,8 @@
 Tensors are so small that the device is never what is waited for. No two generated kernels of a chain are the same, and
 the processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel,
 and a launch repeated at once takes half the time. An eager step goes through the same code for each of its operators:
-there nothing is swept (swept, steps were predicted twice as long as they were). Everything is compiled by the same inner compiler as the step, apart from
-any compilation that the caller is in the middle of.
+there nothing is swept (swept, steps were predicted twice as long as they were). Everything is compiled by the same
+inner compiler as the step, apart from any compilation that the caller is in the middle of.
 """
 
 from __future__ import annotations
