@@ -127,36 +127,32 @@ class PlacedBlocks:
 
     def forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The forward's callable, told where it begins and ends."""
-
-        def run(args: Any) -> Any:
-            self._enter_forward()
-            is_done = False
-            try:
-                result = call(args)
-                is_done = True
-                return result
-            finally:
-                self._leave(_Phase.FORWARD, _Phase.BETWEEN if is_done else _Phase.IDLE, is_done)
-
-        return run
+        return self._told(call, self._enter_forward, _Phase.FORWARD, _Phase.BETWEEN)
 
     def backward(self, call: Callable[..., Any]) -> Callable[..., Any]:
         """The same for the backward's."""
+        return self._told(call, self._enter_backward, _Phase.BACKWARD, _Phase.IDLE)
 
+    def _told(
+        self, call: Callable[..., Any], enter: Callable[[], None], phase: _Phase, following: _Phase
+    ) -> Callable[..., Any]:
         def run(args: Any) -> Any:
-            if self._phase is _Phase.BETWEEN:
-                self._phase = _Phase.BACKWARD
-            else:
-                self._disturb()
+            enter()
             is_done = False
             try:
                 result = call(args)
                 is_done = True
                 return result
             finally:
-                self._leave(_Phase.BACKWARD, _Phase.IDLE, is_done)
+                self._leave(phase, following if is_done else _Phase.IDLE, is_done)
 
         return run
+
+    def _enter_backward(self) -> None:
+        if self._phase is _Phase.BETWEEN:
+            self._phase = _Phase.BACKWARD
+        else:
+            self._disturb()
 
     def _leave(self, phase: _Phase, following: _Phase, is_done: bool) -> None:
         self._give_back()

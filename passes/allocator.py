@@ -7,9 +7,11 @@ those; neighbours merge when freed; what fits nowhere extends the end. Where wha
 allocator stops the device, gives its holes back and maps them elsewhere: milliseconds per GiB, in every step.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+
+from fxhome.passes.holes import Holes
 
 SMALL_BYTES = 1 << 20
 """Allocations up to this size live in a segment of their own, which is small."""
@@ -65,29 +67,29 @@ class _Segment:
         self.mapped_bytes = 0
         self.allocated_bytes = 0
         self.peak_bytes = 0
-        self._by_size: list[tuple[int, int]] = []
-        self._by_start: dict[int, int] = {}
-        self._by_end: dict[int, int] = {}
+        self._holes = Holes()
 
     def allocate(self, name: str, size_bytes: int) -> None:
         if size_bytes <= SMALL_BYTES:
             return
-        i = bisect_left(self._by_size, (size_bytes, 0))
+        by_size = self._holes.by_size
+        i = bisect_left(by_size, (size_bytes, 0))
         # The block at the end could grow: it is taken last.
-        while i < len(self._by_size) and sum(self._by_size[i]) == self.mapped_bytes and i + 1 < len(self._by_size):
+        while i < len(by_size) and sum(by_size[i]) == self.mapped_bytes and i + 1 < len(by_size):
             i += 1
-        if i < len(self._by_size):
-            size, start = self._by_size[i]
-            self._remove(start, size)
+        if i < len(by_size):
+            size, start = by_size[i]
+            self._holes.remove(start, size)
         else:
-            start = self._by_end.get(self.mapped_bytes, self.mapped_bytes)
-            if start < self.mapped_bytes:
-                self._remove(start, self.mapped_bytes - start)
+            last = self._holes.ending_at(self.mapped_bytes)
+            start = self.mapped_bytes if last is None else last
+            if last is not None:
+                self._holes.remove(last, self.mapped_bytes - last)
             missing = start + size_bytes - self.mapped_bytes
             self.mapped_bytes += -(-missing // PAGE_BYTES) * PAGE_BYTES
             size = self.mapped_bytes - start
         if size > size_bytes:
-            self._add(start + size_bytes, size - size_bytes)
+            self._holes.add(start + size_bytes, size - size_bytes)
         self.placed[name] = (start, size_bytes)
         self.allocated_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
@@ -97,20 +99,4 @@ class _Segment:
             return
         start, size = self.placed.pop(name)
         self.allocated_bytes -= size
-        if (before := self._by_end.get(start)) is not None:
-            self._remove(before, start - before)
-            start, size = before, size + start - before
-        if (behind := self._by_start.get(start + size)) is not None:
-            self._remove(start + size, behind)
-            size += behind
-        self._add(start, size)
-
-    def _add(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
-        self._by_start[start] = size
-        self._by_end[start + size] = start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._by_start[start]
-        del self._by_end[start + size]
+        self._holes.give(start, size)

@@ -8,10 +8,11 @@ addresses are bytes; sizes are multiples of GRANULE_BYTES above SMALL_BYTES. Bes
 would have to.
 """
 
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping
 
 from fxhome.passes.allocator import SMALL_BYTES
+from fxhome.passes.holes import Holes
 
 GRANULE_BYTES = 512
 ENDLESS = 1 << 60
@@ -35,9 +36,7 @@ class Heap:
             end: (following - end if following is not None else ENDLESS)
             for (_, end), following in zip(self.ranges, [*starts, None], strict=True)
         }
-        self._by_size: list[tuple[int, int]] = []
-        self._by_start: dict[int, int] = {}
-        self._by_end: dict[int, int] = {}
+        self._holes = Holes()
         blocks = sorted(self.used.values())
         for start, end in self.ranges:
             cursor = start
@@ -45,24 +44,24 @@ class Heap:
                 if start <= address < end:
                     assert cursor <= address, "blocks in use do not overlap"
                     if address > cursor:
-                        self._add(cursor, address - cursor)
+                        self._holes.add(cursor, address - cursor)
                     cursor = address + size
             if end > cursor:
-                self._add(cursor, end - cursor)
+                self._holes.add(cursor, end - cursor)
 
     @property
     def holes(self) -> tuple[tuple[int, int], ...]:
         """(size, address) of every free block, smallest first: what the next allocation depends on."""
-        return tuple(self._by_size)
+        return tuple(self._holes.by_size)
 
     def best(self, size_bytes: int) -> tuple[int, int] | None:
         """(address, size) of the hole that an allocation would take; None where it would have to grow."""
-        i = bisect_left(self._by_size, (size_bytes, 0))
-        if i == len(self._by_size):
+        i = bisect_left(self._holes.by_size, (size_bytes, 0))
+        if i == len(self._holes.by_size):
             return None
-        while i + 1 < len(self._by_size) and self._reach(i + 1) < self._reach(i):
+        while i + 1 < len(self._holes.by_size) and self._reach(i + 1) < self._reach(i):
             i += 1
-        size, start = self._by_size[i]
+        size, start = self._holes.by_size[i]
         return start, size
 
     def take(self, key: Hashable, size_bytes: int) -> int | None:
@@ -73,33 +72,17 @@ class Heap:
         if hole is None:
             return None
         start, size = hole
-        self._remove(start, size)
+        self._holes.remove(start, size)
         if size > size_bytes:
-            self._add(start + size_bytes, size - size_bytes)
+            self._holes.add(start + size_bytes, size - size_bytes)
         self.used[key] = (start, size_bytes)
         return start
 
     def give(self, key: Hashable) -> None:
         """Free a block."""
         start, size = self.used.pop(key)
-        if (before := self._by_end.get(start)) is not None:
-            self._remove(before, start - before)
-            start, size = before, size + start - before
-        if (behind := self._by_start.get(start + size)) is not None:
-            self._remove(start + size, behind)
-            size += behind
-        self._add(start, size)
+        self._holes.give(start, size)
 
     def _reach(self, i: int) -> int:
-        size, start = self._by_size[i]
+        size, start = self._holes.by_size[i]
         return size + self._behind.get(start + size, 0)
-
-    def _add(self, start: int, size: int) -> None:
-        insort(self._by_size, (size, start))
-        self._by_start[start] = size
-        self._by_end[start + size] = start
-
-    def _remove(self, start: int, size: int) -> None:
-        del self._by_size[bisect_left(self._by_size, (size, start))]
-        del self._by_start[start]
-        del self._by_end[start + size]

@@ -26,7 +26,14 @@ from torch.utils._pytree import tree_leaves
 from fxhome.device import DeviceProfile, allocatable_bytes, cache_directory, measuring_turn
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.fusion import is_generated_loop, is_pointwise, is_reduction, memory_sources, window_operations
+from fxhome.passes.fusion import (
+    adds_bias_apart,
+    is_generated_loop,
+    is_pointwise,
+    is_reduction,
+    memory_sources,
+    window_operations,
+)
 from fxhome.passes.kernel_reads import unshared_reads
 from fxhome.passes.op_timing import OpTiming, example_bytes, outside_tracing, time_op
 from fxhome.passes.problem import Costs
@@ -36,7 +43,6 @@ from fxhome.progress import progress
 log = logging.getLogger("fxhome.cost")
 
 SMALL_OP_BYTES = 1 << 16
-_CONVOLUTION = torch.ops.aten.convolution.default
 _MEASURED_NAMESPACES = frozenset({"aten", "torchvision", "quantized_decomposed"})
 
 
@@ -158,7 +164,7 @@ def node_costs(
     """
     nodes = [node for node in module.graph.nodes if node.op != "output"]
     fused = _fused_costs(nodes, facts, profile) if fusing else {}
-    biased = {i for i, node in enumerate(nodes) if fusing and profile.kind == "cuda" and _adds_bias_apart(node)}
+    biased = {i for i, node in enumerate(nodes) if fusing and profile.kind == "cuda" and adds_bias_apart(node)}
     cache = TimingCache(profile) if measure else None
     measured: dict[int, str] = {}
     if cache is not None:
@@ -193,11 +199,6 @@ def node_costs(
             workspaces.append(0)
             estimated.append(i in measured or not measure)
     return Costs(tuple(times), tuple(workspaces), tuple(estimated), tuple(hosts))
-
-
-def _adds_bias_apart(node: fx.Node) -> bool:
-    """Whether Inductor calls a convolution without its bias and adds that in a loop of its own."""
-    return node.target is _CONVOLUTION and isinstance(node.args[2], fx.Node)
 
 
 def _bias_us(node: fx.Node, profile: DeviceProfile) -> float:

@@ -99,10 +99,10 @@ _LIBRARY_NAMES = frozenset(
     }
 )
 """Operators that Inductor lowers to calls of a library, although it has a lowering for them."""
-_WINDOW_LOOPS = frozenset({"aten::max_pool2d_with_indices_backward", "aten::upsample_nearest2d_backward"})
-"""Loops over windows: their inputs may be computed inside them, and they inside a pointwise reader."""
 _POOL = "prims::_low_memory_max_pool_with_offsets"
 _POOL_BACKWARD = "aten::max_pool2d_with_indices_backward"
+_WINDOW_LOOPS = frozenset({_POOL_BACKWARD, "aten::upsample_nearest2d_backward"})
+"""Loops over windows: their inputs may be computed inside them, and they inside a pointwise reader."""
 POOL_OPERATIONS = 10
 POOL_BACKWARD_OPERATIONS = 30
 """Integer operations that the generated code takes for each element of a window, or for each window that an element may
@@ -199,7 +199,7 @@ def virtual_nodes(
 def _stays_inside(node: fx.Node, readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
     if not readers or not all(_inlines(reader, node) for reader in readers):
         return False
-    if len(readers) == 1 and _elements(node) == iterations(readers[0]) != 0:
+    if len(readers) == 1 and elements(node) == iterations(readers[0]) != 0:
         return True
     if len(read) > MAX_READS or operators > MAX_OPERATORS:
         return False
@@ -220,12 +220,20 @@ def _ends_in_one_kernel(node: fx.Node, readers: Mapping[fx.Node, Sequence[fx.Nod
 def iterations(node: fx.Node) -> int:
     """Elements that a loop goes over: those of its largest operand for a reduction, of its result otherwise."""
     operands = node.all_input_nodes if is_reduction(node) else [node]
-    return max((_elements(operand) for operand in operands), default=0)
+    return max((elements(operand) for operand in operands), default=0)
 
 
-def _elements(node: fx.Node) -> int:
+def elements(node: fx.Node) -> int:
+    """Elements of the largest result of `node`."""
     leaves = tree_leaves(node.meta.get("val"))
     return max((int(leaf.numel()) for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
+
+
+def adds_bias_apart(node: fx.Node) -> bool:
+    """Whether Inductor calls a convolution on a GPU without its bias and adds that in a loop: the one that reads the
+    result, or one of its own.
+    """
+    return operator_name(node) == "aten::convolution" and isinstance(node.args[2], fx.Node)
 
 
 def window_operations(node: fx.Node, inlined: Collection[fx.Node]) -> int:
@@ -237,11 +245,11 @@ def window_operations(node: fx.Node, inlined: Collection[fx.Node]) -> int:
             continue
         seen.add(current)
         if operator_name(current) == _POOL:
-            found += _elements(current) * math.prod(_pair(current.args[1])) * POOL_OPERATIONS
+            found += elements(current) * math.prod(_pair(current.args[1])) * POOL_OPERATIONS
         elif operator_name(current) == _POOL_BACKWARD:
             kernel, stride = _pair(current.args[2]), _pair(current.args[3] or current.args[2])
             windows = math.prod(-(-k // s) for k, s in zip(kernel, stride, strict=True))
-            found += _elements(current) * windows * POOL_BACKWARD_OPERATIONS
+            found += elements(current) * windows * POOL_BACKWARD_OPERATIONS
         pending.extend(source for source in current.all_input_nodes if source in inlined)
     return found
 

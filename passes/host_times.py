@@ -11,14 +11,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-import torch
 from torch import fx
-from torch.utils._pytree import tree_leaves
 
 from fxhome.device import HostCosts
 from fxhome.passes.classify import is_effectful
 from fxhome.passes.facts import GraphFacts
-from fxhome.passes.fusion import is_generated_loop, is_reduction, memory_sources, operator_name
+from fxhome.passes.fusion import (
+    adds_bias_apart,
+    elements,
+    is_generated_loop,
+    is_reduction,
+    memory_sources,
+    operator_name,
+)
 from fxhome.passes.simulate_kernels import (
     ALIAS,
     DECODE,
@@ -137,20 +142,14 @@ def _joined(
         elif sources[node]:
             latest = max(sources[node], key=place.__getitem__)
             # The latest of what it reads is made element by element just before.
-            if latest in loops and phase[place[latest]] == phase[place[node]] and _elements(latest) == _elements(node):
+            if latest in loops and phase[place[latest]] == phase[place[node]] and elements(latest) == elements(node):
                 found.add(node)
     return found
 
 
-def _elements(node: fx.Node) -> int:
-    leaves = tree_leaves(node.meta.get("val"))
-    return max((leaf.numel() for leaf in leaves if isinstance(leaf, torch.Tensor)), default=0)
-
-
 def _adds_a_bias(node: fx.Node) -> bool:
-    """Whether a kernel of its own adds a convolution's bias: Inductor calls libraries without it."""
-    biased = operator_name(node) == "aten::convolution" and isinstance(node.args[2], fx.Node)
-    return biased and not all(is_generated_loop(user) for user in node.users)
+    """Whether a kernel of its own adds a convolution's bias."""
+    return adds_bias_apart(node) and not all(is_generated_loop(user) for user in node.users)
 
 
 def _operator_us(node: fx.Node, host: HostCosts) -> float:

@@ -1,0 +1,38 @@
+"""Free blocks by size and by both ends, as the caching allocator keeps them: neighbours are one block."""
+
+from bisect import bisect_left, insort
+
+
+class Holes:
+    """Free blocks. by_size: (size, start) of each, smallest first, the lowest of equal ones first."""
+
+    def __init__(self) -> None:
+        self.by_size: list[tuple[int, int]] = []
+        self._by_start: dict[int, int] = {}
+        self._by_end: dict[int, int] = {}
+
+    def ending_at(self, end: int) -> int | None:
+        """Where the block that ends there starts."""
+        return self._by_end.get(end)
+
+    def give(self, start: int, size: int) -> None:
+        """Free a block and join it with its neighbours."""
+        if (before := self._by_end.get(start)) is not None:
+            self.remove(before, start - before)
+            start, size = before, size + start - before
+        if (behind := self._by_start.get(start + size)) is not None:
+            self.remove(start + size, behind)
+            size += behind
+        self.add(start, size)
+
+    def add(self, start: int, size: int) -> None:
+        """A block whose neighbours are in use or no memory."""
+        insort(self.by_size, (size, start))
+        self._by_start[start] = size
+        self._by_end[start + size] = start
+
+    def remove(self, start: int, size: int) -> None:
+        """Take a whole block."""
+        del self.by_size[bisect_left(self.by_size, (size, start))]
+        del self._by_start[start]
+        del self._by_end[start + size]
