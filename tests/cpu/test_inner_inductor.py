@@ -177,7 +177,7 @@ def test_the_minimum_that_a_refusal_names_holds_once_lowered(checks: list[Schedu
 def test_the_smallest_plan_is_tried_again_with_its_copies_out_of_the_way(
     checks: list[ScheduleCheck], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A copy that ends late makes no difference by the model, and may once lowered: that is what minima are named by."""
+    """A copy that ends late makes no difference by the model, and may once lowered: minima are named without."""
     original, tried = inner_inductor.lower_and_check, []
 
     def over(gm: Any, inputs: Any, planned: Any, situation: Any, *, closely: bool = True) -> Any:
