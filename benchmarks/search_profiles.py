@@ -51,7 +51,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "profiles")
     arguments = parser.parse_args()
     profile = DeviceProfile.load(arguments.device)
-    times: Times = {key: (us, size) for key, (us, size) in json.loads(arguments.ops.read_text()).items()}
+    times: Times = {key: (found[0], found[1]) for key, found in json.loads(arguments.ops.read_text()).items()}
     arguments.out.mkdir(parents=True, exist_ok=True)
     for name in arguments.workloads:
         problem, classes, estimated = problem_of(name, profile, times)

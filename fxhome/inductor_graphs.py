@@ -35,6 +35,11 @@ RESERVED_SLACK_BYTES = 64 << 20
 """What the allocator may take above the budget: this share of it, or this much. Where it is short of memory, it gives
 back what it holds and maps it elsewhere, and the step waits.
 """
+CAP_SHARE = 0.03
+CAP_SLACK_BYTES = 256 << 20
+"""What the allocator has above a budget that is enforced, at least: in the first steps, before blocks are laid, it must
+be enough for the holes between them.
+"""
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
 
 
@@ -163,9 +168,8 @@ def lower_and_check(
     fingerprint = planned.plan.fingerprint()
     check = check_for(planned, situation, closely=closely)
     known = recall(fingerprint, planned.is_baseline)
-    limit = check.reserved_limit_bytes if closely else None
-    if known is not None and known.packed_bytes is not None and limit is not None and known.packed_bytes > limit:
-        raise ScatteredError(known.packed_bytes)
+    if closely and known is not None and known.packed_bytes is not None and known.least_cap_bytes is not None:
+        check.stop_scattered(known.packed_bytes, known.least_cap_bytes)
     compiled = CompiledGraphs()
     try:
         call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
@@ -216,7 +220,8 @@ def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: Co
 def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> Lowered:
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "both graphs were seen"
-    lowered = Lowered(predicted - planned.plan.resident_bytes, check.reserved_bytes, check.packed_bytes)
+    above = predicted - planned.plan.resident_bytes
+    lowered = Lowered(above, check.reserved_bytes, check.packed_bytes, check.least_cap_bytes)
     remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
     return lowered
 
@@ -236,19 +241,31 @@ def reserved_limit(budget_bytes: int) -> int:
     return budget_bytes + max(RESERVED_SLACK_BYTES, int(budget_bytes * RESERVED_SHARE))
 
 
+def cap_of(budget_bytes: int) -> int:
+    """What the allocator is expected to have for a budget where that is enforced, in bytes."""
+    return budget_bytes + max(CAP_SLACK_BYTES, int(budget_bytes * CAP_SHARE))
+
+
+def budget_under(cap_bytes: int) -> int:
+    """The least budget that is enforced by a cap of so many bytes, or more."""
+    return min(cap_bytes - CAP_SLACK_BYTES, int(cap_bytes / (1 + CAP_SHARE)) + 1)
+
+
 def check_for(planned: Planned, situation: Situation, *, closely: bool) -> ScheduleCheck:
     """The scheduler pass that holds a plan to its budget; `closely`: to what the allocator may take as well."""
     if planned.is_baseline or planned.is_best_effort:
         return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
     room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
     behind = behind_bytes(planned, situation)
-    reserved = reserved_limit(planned.plan.budget_bytes) - planned.plan.resident_bytes - situation.error_bound_bytes
+    outside = planned.plan.resident_bytes + situation.error_bound_bytes
+    keeps = keeps_freed_blocks(planned)
     return ScheduleCheck(
         planned.plan.program,
         planned.workspace_by_node,
         room,
         room - behind,
-        reserved_limit_bytes=reserved if keeps_freed_blocks(planned) else None,
+        reserved_limit_bytes=reserved_limit(planned.plan.budget_bytes) - outside if keeps else None,
+        cap_bytes=cap_of(planned.plan.budget_bytes) - outside if keeps else None,
         stops_scattered=closely,
     )
 

@@ -29,7 +29,9 @@ from fxhome.inductor_graphs import (
     DecidedError,
     LoweredGraphs,
     PlanStep,
+    budget_under,
     checked_peak,
+    keeps_freed_blocks,
     lower,
     lower_and_check,
     patches_of,
@@ -230,7 +232,12 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
-    return predicted + situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
+    outside = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
+    if not keeps_freed_blocks(planned):
+        return predicted + outside
+    # Enforced, it must be enough for the holes between its blocks as well, until these are laid.
+    assert check.least_cap_bytes is not None, "both graphs were seen"
+    return outside + max(predicted, budget_under(check.least_cap_bytes + planned.plan.resident_bytes))
 
 
 def _never_run(_: list[Any]) -> Any:

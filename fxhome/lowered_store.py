@@ -23,19 +23,20 @@ from fxhome.device import cache_directory
 @dataclass(frozen=True)
 class Lowered:
     """What a checked plan needs above what is resident: allocated; reserved by the caching allocator that is left to
-    itself; the same with blocks laid where they fit.
+    itself; the same with blocks laid where they fit; the least that it can do with under a cap before they are.
     """
 
     above_resident_bytes: int
     reserved_bytes: int | None
     packed_bytes: int | None = None
+    least_cap_bytes: int | None = None
 
 
 log = logging.getLogger("fxhome")
 
 
 def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
-    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|3".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|4".encode()).hexdigest()[:32]
     return cache_directory() / "lowered" / f"{key}.json"
 
 
@@ -55,11 +56,9 @@ def recall(plan_fingerprint: str, is_baseline: bool) -> Lowered | None:
     """What was checked of a plan, or None where this plan was never checked here."""
     try:
         stored = json.loads(_path(plan_fingerprint, is_baseline).read_text(encoding="utf-8"))
-        reserved, packed = (stored[name] for name in ("reserved_bytes", "packed_bytes"))
+        optional = (stored[name] for name in ("reserved_bytes", "packed_bytes", "least_cap_bytes"))
         return Lowered(
-            int(stored["above_resident_bytes"]),
-            None if reserved is None else int(reserved),
-            None if packed is None else int(packed),
+            int(stored["above_resident_bytes"]), *(None if found is None else int(found) for found in optional)
         )
     except FileNotFoundError:
         return None

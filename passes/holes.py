@@ -15,6 +15,10 @@ class Holes:
         """Where the block that ends there starts."""
         return self._by_end.get(end)
 
+    def starting_at(self, start: int) -> int | None:
+        """The size of the block that starts there."""
+        return self._by_start.get(start)
+
     def give(self, start: int, size: int) -> None:
         """Free a block and join it with its neighbours."""
         if (before := self._by_end.get(start)) is not None:

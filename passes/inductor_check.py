@@ -11,6 +11,7 @@ from torch._inductor import custom_graph_pass
 
 from fxhome.passes import in_place, lowered_buffers, mix_order, recorded_layouts, unfuse
 from fxhome.passes.allocator import Allocation, reserved_bytes
+from fxhome.passes.capped_allocator import least_cap
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.pack_blocks import packed_bytes
 from fxhome.passes.partition import INSTRUCTION
@@ -51,8 +52,8 @@ class OverLimitError(BaseException):
 
 
 class ScatteredError(BaseException):
-    """Ends a lowering whose blocks could not be laid close enough, before the backward is compiled. reserved_bytes:
-    what they need even then.
+    """Ends a lowering whose blocks lie too far apart, laid or before they are, before the backward is compiled.
+    reserved_bytes: what they need even then.
     """
 
     def __init__(self, reserved_bytes: int) -> None:
@@ -85,6 +86,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         backward_limit_bytes: int | None = None,
         *,
         reserved_limit_bytes: int | None = None,
+        cap_bytes: int | None = None,
         stops_over_limit: bool = True,
         stops_scattered: bool = True,
         only_measures: bool = False,
@@ -92,6 +94,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
         `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
         what is resident, each block laid where it fits; over it, ScatteredError (unless `stops_scattered` is False).
+        cap_bytes: the same before any block is laid, in the first steps, where it may give holes back.
         only_measures: every lowering ends here, by MeasuredError.
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
@@ -101,8 +104,10 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         self.only_measures = only_measures
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.reserved_limit_bytes = reserved_limit_bytes
+        self.cap_bytes = cap_bytes
         self.reserved_bytes: int | None = None
         self.packed_bytes: int | None = None
+        self.least_cap_bytes: int | None = None
         self._allocations: list[Allocation] | None = None
         self.forward: LoweredPeak | None = None
         self.backward: LoweredPeak | None = None
@@ -128,9 +133,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         else:
             self.forward = peak
         self.order = [_label(node) for node in nodes]
+        self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         if self.only_measures:
             raise MeasuredError
-        self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         return nodes
 
     def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:
@@ -139,13 +144,24 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             self._allocations = allocations
         elif self._allocations is not None:
             both = [*self._allocations, *allocations]
-            self.reserved_bytes, _ = reserved_bytes(both)
-            self.packed_bytes = self.reserved_bytes
+            self.reserved_bytes, alive_bytes = reserved_bytes(both)
+            self.packed_bytes = self.least_cap_bytes = self.reserved_bytes
+            if self.only_measures:
+                self.least_cap_bytes = least_cap(both, alive_bytes, self.reserved_bytes)
+                return
             if self.reserved_limit_bytes is None or self.reserved_bytes <= self.reserved_limit_bytes:
                 return
             self.packed_bytes = min(self.reserved_bytes, packed_bytes(both))
-            if self.packed_bytes > self.reserved_limit_bytes and self.stops_scattered:
-                raise ScatteredError(self.packed_bytes)
+            self.least_cap_bytes = least_cap(both, alive_bytes, self.reserved_bytes)
+            if self.stops_scattered:
+                self.stop_scattered(self.packed_bytes, self.least_cap_bytes)
+
+    def stop_scattered(self, packed_bytes: int, least_cap_bytes: int) -> None:
+        """Raise ScatteredError where a plan's blocks need too much: laid, or in the first steps, under a cap."""
+        if self.reserved_limit_bytes is not None and packed_bytes > self.reserved_limit_bytes:
+            raise ScatteredError(packed_bytes)
+        if self.cap_bytes is not None and least_cap_bytes > self.cap_bytes:
+            raise ScatteredError(least_cap_bytes)
 
     def uuid(self) -> Any:
         """Its source and its limits: what else differs between plans is in the graphs already."""

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fxhome import inner_inductor
-from fxhome.inductor_graphs import LoweredGraphs, reserved_limit
+from fxhome.inductor_graphs import LoweredGraphs, budget_under, cap_of, reserved_limit
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import Allocation
@@ -91,9 +91,9 @@ def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.Mo
     assert lowered == [0]
 
 
-def tenant() -> list[Allocation]:
+def tenant(text: str = "a+100 b+20 a- c+20 d+100 d- c- b-") -> list[Allocation]:
     """Best fit needs 220 MiB; laid where they fit, blocks need 140."""
-    words = "a+100 b+20 a- c+20 d+100 d- c- b-".split()
+    words = text.split()
     return [Allocation(word[0], int(word[2:]) << 20 if word[1] == "+" else 0) for word in words]
 
 
@@ -115,12 +115,37 @@ def test_blocks_that_cannot_be_laid_close_enough_stop_the_lowering() -> None:
     assert found.value.reserved_bytes == 140 << 20
 
 
+def test_blocks_that_could_be_laid_must_also_do_in_the_steps_before() -> None:
+    """150 MiB are enough for blocks that are laid. Before, two whole pages of the hole that `a` leaves can be given back:
+    120 - 40 + 100 are needed.
+    """
+
+    def lower(cap_mib: int) -> int | None:
+        check = ScheduleCheck((), {}, reserved_limit_bytes=160 << 20, cap_bytes=cap_mib << 20)
+        check._reserve([], is_backward=False)
+        check._reserve(tenant("a+90 b+25 a- c+25 d+100 d- c- b-"), is_backward=True)
+        return check.least_cap_bytes
+
+    assert lower(500) == 180 << 20
+    assert lower(180) == 180 << 20
+    with pytest.raises(ScatteredError) as found:
+        lower(179)
+    assert found.value.reserved_bytes == 180 << 20
+
+
+@pytest.mark.parametrize("cap_bytes", [1 << 30, 20 << 30])
+def test_a_budget_is_named_that_a_cap_is_enough_for(cap_bytes: int) -> None:
+    budget = budget_under(cap_bytes)
+    assert cap_of(budget) >= cap_bytes
+    assert cap_of(budget - (1 << 20)) < cap_bytes
+
+
 def test_what_the_allocator_will_take_is_remembered() -> None:
-    seen = Lowered(1 << 20, 3 << 20, 2 << 20)
+    seen = Lowered(1 << 20, 3 << 20, 2 << 20, 3 << 19)
     remember("a plan", False, seen)
     assert recall("a plan", False) == seen
     assert recall("a plan", True) is None
-    remember("a plan", False, replace(seen, reserved_bytes=None, packed_bytes=None))
+    remember("a plan", False, replace(seen, reserved_bytes=None, packed_bytes=None, least_cap_bytes=None))
     assert recall("a plan", False) == Lowered(1 << 20, None, None)
 
 
