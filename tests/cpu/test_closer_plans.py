@@ -116,8 +116,8 @@ def test_blocks_that_cannot_be_laid_close_enough_stop_the_lowering() -> None:
 
 
 def test_blocks_that_could_be_laid_must_also_do_in_the_steps_before() -> None:
-    """150 MiB are enough for blocks that are laid. Before, two whole pages of the hole that `a` leaves can be given back:
-    120 - 40 + 100 are needed.
+    """150 MiB are enough for blocks that are laid. Before, two whole pages of the hole that `a` leaves can be given
+    back: 120 - 40 + 100 are needed.
     """
 
     def lower(cap_mib: int) -> int | None:
