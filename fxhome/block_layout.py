@@ -1,6 +1,7 @@
 """Where the blocks of a recorded step are to lie in what the allocator holds now, and the room that is made for them.
 
-recorded step + what is in use  ->  free pages are given back, one extent is mapped behind what is left
+recorded step + what is in use  ->  a packing that fits into what may be reserved, before anything is touched
+                                ->  free pages are given back, one extent is mapped behind what is left
                                 ->  plugs for each state that a step may start from
 """
 
@@ -12,7 +13,7 @@ from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
 from fxhome.allocator_trace import RecordedStep, UnsteadyError
-from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, lay, lay_anew
+from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, lay, lay_anew, without_free_pages
 from fxhome.raw_allocator import Allocator
 from fxhome.units import format_bytes
 
@@ -66,8 +67,15 @@ class Layout:
         self.expected_bytes = self.allocator.large_bytes()
         return True
 
+    def has_room(self) -> bool:
+        """Whether what is to be mapped may be."""
+        elsewhere_bytes = self.allocator.snapshot(self.stream).elsewhere_bytes
+        return self.extent.mapped_bytes + elsewhere_bytes <= self.allocator.limit_bytes()
+
     def restore(self) -> None:
-        """Map again what is to be mapped, where a step starts from what nobody frees. Raises UnsteadyError."""
+        """Map again what is to be mapped, where a step starts from what nobody frees. Raises UnsteadyError,
+        torch.OutOfMemoryError.
+        """
         self.allocator.empty_cache()
         address = self.allocator.map(self.extent.size_bytes)
         if address != self.extent.address or not self.is_mapped():
@@ -84,33 +92,36 @@ def _together(kept: Mapping[Hashable, tuple[int, int]], state: State) -> dict[Ha
 def establish(
     allocator: Allocator, stream: int, step: RecordedStep, state: State, recorded_bytes: int, spare_bytes: int
 ) -> Layout:
-    """Give back what is free, pack the step on what is left, and make room for it in one piece.
+    """Pack the step on what is in use; only then give back what is free, and make room in one piece.
 
     recorded_bytes: what the recorded step had reserved. spare_bytes: see `lay`. Raises UnsteadyError, NoRoomError (also
-    where nothing would be won), torch.OutOfMemoryError.
+    where nothing would be won; nothing was touched then), torch.OutOfMemoryError.
     """
     begin = time.perf_counter()
-    allocator.empty_cache()
     shown = allocator.snapshot(stream)
     carried = {address for address, _ in state.values()}
     if any(shown.used.get(address) != size for address, size in state.values()):
         raise UnsteadyError("what a step leaves is not where it was left")
-    if not shown.ranges:
-        raise UnsteadyError("nothing is resident on its stream")
     kept: dict[Hashable, tuple[int, int]] = {
         ("kept", address): (address, size) for address, size in shown.used.items() if address not in carried
     }
-    extent, laid = lay_anew(step.statements, shown.ranges, _together(kept, state), step.carried, spare_bytes)
+    used = _together(kept, state)
+    ranges = without_free_pages(shown.ranges, used)
+    if not ranges:
+        raise UnsteadyError("nothing is resident on its stream")
+    most_bytes = allocator.limit_bytes() - shown.elsewhere_bytes
+    extent, laid = lay_anew(step.statements, ranges, used, step.carried, spare_bytes, most_bytes)
     if laid.mapped_bytes >= recorded_bytes and not step.gives_back:
-        raise NoRoomError
+        raise NoRoomError("no packing of its blocks was found that takes less")
     if laid.mapped_bytes > recorded_bytes * (1 + MORE_SHARE):
         raise UnsteadyError(f"{format_bytes(laid.mapped_bytes)} would be needed with what happens between its steps")
+    allocator.empty_cache()
     address = allocator.map(extent.size_bytes)
-    ranges = allocator.snapshot(stream).ranges
-    if (address, ranges) != (extent.address, extent.ranges):
+    found = allocator.snapshot(stream).ranges
+    if (address, found) != (extent.address, extent.ranges):
         # There were unmapped addresses that nothing told of, below everything else.
-        extent = Extent(extent.size_bytes, address, ranges)
-        laid = lay(step.statements, ranges, _together(kept, state), step.carried, spare_bytes)
+        extent = Extent(extent.size_bytes, address, found)
+        laid = lay(step.statements, found, used, step.carried, spare_bytes)
     log.debug("fxhome: blocks laid in %.2f s: %s", time.perf_counter() - begin, format_bytes(laid.mapped_bytes))
     tables = {frozenset(state.items()): laid}
     return Layout(allocator, stream, step, extent, kept, allocator.large_bytes(), spare_bytes, tables)

@@ -18,6 +18,7 @@ from itertools import pairwise
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
 from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_alive, pack
+from fxhome.units import format_bytes
 
 MAX_AGAIN = 200
 """How often the rest of a step is packed again, at most."""
@@ -81,7 +82,10 @@ class Laid:
 
 
 class NoRoomError(Exception):
-    """A step does not fit into what is mapped."""
+    """A step does not fit into what is mapped, or may be."""
+
+    def __init__(self, message: str = "no packing of its blocks was found that fits into what is mapped") -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,11 @@ class Extent:
     size_bytes: int
     address: int
     ranges: Ranges
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the allocator has reserved for blocks of this pool then."""
+        return sum(end - start for start, end in self.ranges)
 
 
 def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Extent:
@@ -120,16 +129,35 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
     raise AssertionError("addresses behind the last range are endless")
 
 
+def without_free_pages(ranges: Iterable[tuple[int, int]], used: Used) -> Ranges:
+    """What stays mapped once all free pages are given back. Each range begins where a page does."""
+    kept: list[tuple[int, int]] = []
+    blocks = sorted(used.values())
+    for start, end in sorted(ranges):
+        for address, size in blocks:
+            if not start <= address < end:
+                continue
+            first = start + (address - start) // PAGE_BYTES * PAGE_BYTES
+            last = min(end, start + _whole_pages(address + size - start))
+            if kept and first <= kept[-1][1]:
+                kept[-1] = (kept[-1][0], max(kept[-1][1], last))
+            else:
+                kept.append((first, last))
+    return tuple(kept)
+
+
 def lay_anew(
     step: Sequence[Statement],
     ranges: Iterable[tuple[int, int]],
     used: Used,
     carried: Mapping[int, int],
     spare_bytes: int = 0,
+    most_bytes: int = ENDLESS,
 ) -> tuple[Extent, Laid]:
     """Lay a step on what is in use, with one extent behind it that is as small as this finds.
 
-    ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. Raises NoRoomError.
+    ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. most_bytes: what may
+    be mapped in all. Raises NoRoomError.
     """
     ranges = tuple(ranges)
     problem = _Problem(step, used, carried, spare_bytes)
@@ -141,8 +169,8 @@ def lay_anew(
             best = found
         if best is not None and best[0].size_bytes <= least_bytes * (1 + ENOUGH_SHARE):
             break
-    if best is None:
-        raise NoRoomError
+    if best is None or best[1].mapped_bytes > most_bytes:
+        raise NoRoomError(f"no packing of its blocks was found that fits into {format_bytes(most_bytes)}")
     return best
 
 
