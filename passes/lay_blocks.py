@@ -17,7 +17,7 @@ from itertools import pairwise
 
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
-from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_alive, pack
+from fxhome.passes.pack_blocks import Fixed, Life, Packing, gaps, most_alive, pack
 from fxhome.units import format_bytes
 
 MAX_AGAIN = 200
@@ -195,7 +195,7 @@ def lay(
     problem = _Problem(step, used, carried, spare_bytes)
     for seed in range(MAX_SEEDS):
         with contextlib.suppress(NoRoomError):
-            return problem.laid(ranges, problem.packing(ranges, seed=seed))
+            return problem.laid(ranges, problem.packing(ranges, seed))
     raise NoRoomError
 
 
@@ -247,9 +247,12 @@ class _Problem:
         step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
         too_small = 0
         best: tuple[Extent, Laid] | None = None
-        for attempt in range(MAX_EXTENTS):
+        packings: dict[Ranges, Packing] = {}
+        for _ in range(MAX_EXTENTS):
             extent = grown(ranges, self.used, size_bytes)
-            packing = self.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS, seed)
+            walls = (*extent.ranges[:-1], (extent.ranges[-1][0], ENDLESS))
+            packing = packings.get(walls) or self.packing(walls, seed)
+            packings[walls] = packing
             missing = packing.top - extent.ranges[-1][1]
             if missing <= 0:
                 try:
@@ -267,7 +270,7 @@ class _Problem:
                 break
         return best
 
-    def packing(self, ranges: Ranges, rounds: int = ROUNDS, seed: int = 0) -> Packing:
+    def packing(self, ranges: Ranges, seed: int) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
         pinned = self._pinned()
@@ -277,7 +280,7 @@ class _Problem:
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds, seed)
+        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], seed=seed)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
         return Packing(tuple(found[block] for block in self.blocks), max(tops, default=0))

@@ -3,8 +3,10 @@
     lives (size, from, until) + blocks that lie fixed  ->  an address for each life, and how far they reach
 
 Greedy: in some order, each block goes to the lowest place that is free for all of its life. Several orders are tried;
-then what stands in the way of the best one is placed earlier, again and again. The same lives give the same packing.
+then what stands in the way is placed earlier, again and again. The same lives and seed give the same packing.
 """
+
+from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,9 +19,14 @@ from numpy.typing import NDArray
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
 
 NEVER = 1 << 62
-ROUNDS = 500
-WORK = 80_000_000
-"""Further tries of the best order, at most: so many, and so many steps of the innermost loop."""
+ROUNDS = 6000
+"""Further tries of an order, at most."""
+STARTS = 4
+"""Climbs that begin together; the better half of them goes on twice as long, and so on."""
+SWEEPS = 100
+"""Tries, at most, that move everything in the way at once."""
+WORK = 1_500_000_000
+"""Steps of the innermost loop, at most, that all tries may take."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
 
@@ -59,51 +66,44 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
         return Packing((), 0)
     field = _Field(lives, fixed, base)
     enough = base + round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base))
-    found, top = np.empty(0, np.int64), NEVER
-    for key in _orders(lives):
-        tried = np.array(sorted(range(len(lives)), key=key), np.int64)
-        addresses, reached = field.place(tried)
-        if reached < top:
-            found, top, best = addresses, reached, tried
-    order = best
-    draw = random.Random(seed)
-    current, reached = found, top
     rounds = min(rounds, WORK // len(lives) ** 2)
-    for number in range(rounds):
-        if top <= enough:
+    greedy = [field.climber(sorted(range(len(lives)), key=key)) for key in _orders(lives)]
+    best = min(greedy, key=lambda climber: climber.top)
+    swept = best
+    for _ in range(min(rounds // 4, SWEEPS)):
+        if best.top <= enough:
             break
-        if number == rounds // 4:  # what moved everything in the way at once gets no further: one at a time
-            order, current, reached = best, found, top
-        is_whole = number < rounds // 4
-        tried = (
-            _highest_first(lives, order, current, reached)
-            if is_whole
-            else _earlier(lives, order, current, reached, draw)
+        swept = field.climber(_highest_first(lives, swept))
+        best = min(best, swept, key=lambda climber: climber.top)
+    if best.top > enough and rounds:
+        # What moved everything in the way at once gets no further: one at a time, from where most can be reached.
+        starts = (
+            [field.climber(greedy[LONGEST_FIRST].order) for _ in range(STARTS)] if rounds >= ROUNDS // 2 else [best]
         )
-        addresses, higher = field.place(tried)
-        if higher <= reached or is_whole:
-            order, current, reached = tried, addresses, higher
-        if higher < top:
-            found, top, best = addresses, higher, tried
-    return Packing(tuple(found.tolist()), top)
+        best = min(best, _climbed(field, starts, rounds, seed, enough), key=lambda climber: climber.top)
+    return Packing(tuple(best.addresses.tolist()), best.top)
 
 
-def _highest_first(lives: Sequence[Life], order: Ints, addresses: Ints, top: int) -> Ints:
+def _climbed(field: _Field, climbers: list[_Climber], rounds: int, seed: int, enough: int) -> _Climber:
+    """The best of some climbs, of which only the better half goes on each time."""
+    stages = len(climbers).bit_length()
+    draw = random.Random(seed)
+    while True:
+        share = rounds // (stages * len(climbers))
+        climbers = sorted(
+            (field.climbed(climber, share, draw.getrandbits(62), enough) for climber in climbers),
+            key=lambda climber: climber.top,
+        )
+        if len(climbers) == 1 or climbers[0].top <= enough:
+            return climbers[0]
+        climbers = climbers[: len(climbers) // 2]
+
+
+def _highest_first(lives: Sequence[Life], climber: _Climber) -> list[int]:
     """The order with all of the lives that reach farthest placed first."""
-    is_highest = np.array([addresses[i] + lives[i].size_bytes == top for i in order])
-    return np.concatenate([order[is_highest], order[~is_highest]])
-
-
-def _earlier(lives: Sequence[Life], order: Ints, addresses: Ints, top: int, draw: random.Random) -> Ints:
-    """The order with one of the lives that reach farthest, or one that meets it, placed earlier."""
-    highest = [i for i in order if addresses[i] + lives[i].size_bytes == top]
-    life = lives[draw.choice(highest)]
-    near = [k for k, i in enumerate(order) if lives[i].start < life.stop and lives[i].stop > life.start and k]
-    if not near:
-        return order
-    at = draw.choice(near)
-    to = draw.randrange(at)
-    return np.concatenate([order[:to], order[at : at + 1], order[to:at], order[at + 1 :]])
+    ends = [climber.addresses[i] + lives[i].size_bytes for i in climber.order]
+    is_highest = np.array([end == climber.top for end in ends])
+    return [*climber.order[is_highest], *climber.order[~is_highest]]
 
 
 def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
@@ -118,6 +118,10 @@ def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
         running += changes[event]
         most = max(most, running)
     return most
+
+
+LONGEST_FIRST = 1
+"""Of the orders below, the one from which climbs get farthest."""
 
 
 def _orders(lives: Sequence[Life]) -> list[Callable[[int], tuple[int, ...]]]:
@@ -166,55 +170,125 @@ def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]
     return [*found, (reached, NEVER)]
 
 
+@dataclass(frozen=True)
+class _Climber:
+    """An order of lives, the address of each life, and how far they reach."""
+
+    order: Ints
+    addresses: Ints
+    top: int
+
+
 class _Field:
     """What lies fixed, sorted by address, and the lives that are placed around it."""
 
     def __init__(self, lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> None:
         ordered = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
         self.base = base
-        self.count = len(ordered)
-        room = len(ordered) + len(lives)
         # Rows: first address, address behind, first event, event behind.
-        self.placed = np.empty((4, room), np.int64)
-        self.placed[:, : self.count] = (
-            np.array([(f.address, f.address + f.size_bytes, f.start, f.stop) for f in ordered], np.int64)
-            .reshape(-1, 4)
-            .T
-        )
+        self.fixed = np.array([(f.address, f.address + f.size_bytes, f.start, f.stop) for f in ordered], np.int64)
+        self.fixed = np.ascontiguousarray(self.fixed.reshape(-1, 4).T)
         self.lives = np.array([(life.size_bytes, life.start, life.stop) for life in lives], np.int64)
 
-    def place(self, order: Ints) -> tuple[Ints, int]:
-        """Each life in turn, at the lowest place that is free for all of it: addresses, and how far they reach."""
-        addresses = np.empty(len(order), np.int64)
-        top = _place(order, self.lives, self.placed.copy(), self.count, self.base, addresses)
-        return addresses, int(top)
+    def climber(self, order: Sequence[int] | Ints) -> _Climber:
+        """Each life in turn, at the lowest place that is free for all of it."""
+        placed = np.empty((4, self.fixed.shape[1] + len(self.lives)), np.int64)
+        addresses = np.empty(len(self.lives), np.int64)
+        found = np.array(order, np.int64)
+        top = _place(found, 0, self.lives, self.fixed, placed, self.base, addresses, NEVER)
+        return _Climber(found, addresses, int(top))
+
+    def climbed(self, climber: _Climber, rounds: int, seed: int, enough: int) -> _Climber:
+        """After so many tries to place one of the lives that reach farthest, or one that meets it, earlier."""
+        order, addresses = climber.order.copy(), climber.addresses.copy()
+        top = _climb(order, addresses, climber.top, self.lives, self.fixed, self.base, rounds, seed, enough)
+        return _Climber(order, addresses, int(top))
 
 
 @njit(cache=True)
-def _place(order: Ints, lives: Ints, placed: Ints, count: int, base: int, addresses: Ints) -> int:
-    top = 0
-    for i in order:
-        size, start, stop = lives[i]
-        # The first gap of this size between what is met while it lives; `at`: where it stands among all.
-        reached = base
-        at = count
+def _place(
+    order: Ints, known: int, lives: Ints, fixed: Ints, placed: Ints, base: int, addresses: Ints, limit: int
+) -> int:
+    """How far the lives reach; more than `limit` where one does, and the rest is not placed. The first `known` ones lie
+    at their addresses already. placed: room for the rows of what is fixed and of all lives.
+    """
+    count = fixed.shape[1]
+    for row in range(4):
         for k in range(count):
-            low = placed[0, k]
-            if low - reached >= size:
-                at = k
-                break
-            if placed[2, k] < stop and placed[3, k] > start and placed[1, k] > reached:
-                reached = placed[1, k]
+            placed[row, k] = fixed[row, k]
+    top = 0
+    for number in range(len(order)):
+        i = order[number]
+        size, start, stop = lives[i]
+        if number < known:
+            reached = addresses[i]
+            at = 0
+            while at < count and placed[0, at] <= reached:
+                at += 1
         else:
+            # The first gap of this size between what is met while it lives; `at`: where it stands among all.
+            reached = base
             at = count
-        # What is not met may stand higher up than the gap: a gap before it need not be one before all that is met.
-        while at > 0 and placed[0, at - 1] > reached:
-            at -= 1
+            for k in range(count):
+                low = placed[0, k]
+                if low - reached >= size:
+                    at = k
+                    break
+                if placed[2, k] < stop and placed[3, k] > start and placed[1, k] > reached:
+                    reached = placed[1, k]
+            # What is not met may stand higher up than the gap: one before it need not be before all that is met.
+            while at > 0 and placed[0, at - 1] > reached:
+                at -= 1
+            addresses[i] = reached
+        top = max(top, reached + size)
+        if top > limit:
+            break
         for row in range(4):
             for k in range(count, at, -1):
                 placed[row, k] = placed[row, k - 1]
         placed[0, at], placed[1, at], placed[2, at], placed[3, at] = reached, reached + size, start, stop
         count += 1
-        addresses[i] = reached
-        top = max(top, reached + size)
+    return top
+
+
+@njit(cache=True)
+def _climb(
+    order: Ints, addresses: Ints, top: int, lives: Ints, fixed: Ints, base: int, rounds: int, seed: int, enough: int
+) -> int:
+    """Change `order` and `addresses` for the better, or at least not for the worse; how far they reach."""
+    placed = np.empty((4, fixed.shape[1] + len(order)), np.int64)
+    tried, moved = order.copy(), addresses.copy()
+    chosen = np.empty(len(order), np.int64)
+    state = np.uint64(seed)
+    for _ in range(rounds):
+        if top <= enough:
+            break
+        count = 0
+        for i in order:
+            if addresses[i] + lives[i, 0] == top:
+                chosen[count] = i
+                count += 1
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        highest = chosen[int(state >> np.uint64(33)) % count]
+        count = 0
+        for k in range(1, len(order)):
+            i = order[k]
+            if lives[i, 1] < lives[highest, 2] and lives[i, 2] > lives[highest, 1]:
+                chosen[count] = k
+                count += 1
+        if count == 0:
+            continue
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        at = chosen[int(state >> np.uint64(33)) % count]
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        to = int(state >> np.uint64(33)) % at
+        for k in range(len(order)):
+            tried[k] = order[k - 1] if to < k <= at else order[k]
+            moved[k] = addresses[k]
+        tried[to] = order[at]
+        reached = _place(tried, to, lives, fixed, placed, base, moved, top)
+        if reached <= top:
+            top = reached
+            for k in range(len(order)):
+                order[k], addresses[k] = tried[k], moved[k]
     return top
