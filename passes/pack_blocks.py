@@ -65,7 +65,7 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
     if not lives:
         return Packing((), 0)
     field = _Field(lives, fixed, base)
-    enough = base + round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base))
+    enough = _least_top(round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base)), fixed, base)
     rounds = min(rounds, WORK // len(lives) ** 2)
     greedy = [field.climber(sorted(range(len(lives)), key=key)) for key in _orders(lives)]
     best = min(greedy, key=lambda climber: climber.top)
@@ -118,6 +118,18 @@ def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
         running += changes[event]
         most = max(most, running)
     return most
+
+
+def _least_top(size_bytes: int, fixed: Sequence[Fixed], base: int) -> int:
+    """How far so many bytes reach at least, above `base` and beside what lies fixed for ever."""
+    reached = base
+    for wall in sorted((f for f in fixed if f.stop == NEVER and f.start < 0), key=lambda f: f.address):
+        free_bytes = max(0, wall.address - reached)
+        if free_bytes >= size_bytes:
+            break
+        size_bytes -= free_bytes
+        reached = max(reached, wall.address + wall.size_bytes)
+    return reached + size_bytes
 
 
 LONGEST_FIRST = 1
