@@ -58,7 +58,8 @@ class RecordedStep:
 @dataclass(frozen=True)
 class Snapshot:
     """What is mapped for one stream's large blocks, as (start, end), and those in use, as {address: size in bytes}.
-    elsewhere_bytes: what other streams' and small blocks hold, as far as it cannot be given back.
+    elsewhere_bytes: what else is reserved; other streams' segments that hold nothing are left out, small blocks'
+    are not: they come back.
     """
 
     ranges: Ranges
@@ -94,7 +95,8 @@ def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int)
             continue
         is_private = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
         if segment["stream"] != stream or segment["segment_type"] != "large" or is_private:
-            if is_private or any(block["state"] != "inactive" for block in segment["blocks"]):
+            is_cache = segment["segment_type"] == "large" and not is_private
+            if not is_cache or any(block["state"] != "inactive" for block in segment["blocks"]):
                 elsewhere_bytes += int(segment["total_size"])
             continue
         if not segment.get("is_expandable", False):

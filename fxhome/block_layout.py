@@ -12,6 +12,8 @@ import time
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from fxhome.allocator_trace import RecordedStep, UnsteadyError
 from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, lay, lay_anew, without_free_pages
 from fxhome.raw_allocator import Allocator
@@ -21,6 +23,8 @@ log = logging.getLogger("fxhome")
 
 MORE_SHARE = 0.05
 """How much more than the recorded step took, which had to give back what did not fit, a layout may take."""
+LESS_SHARE = 0.005
+"""By how much less is asked for where room that should be there was not to be had."""
 MAX_STATES = 4
 """Different starts of a step (batches that take turns, say) that are laid out."""
 
@@ -68,9 +72,11 @@ class Layout:
         return True
 
     def has_room(self) -> bool:
-        """Whether what is to be mapped may be."""
-        elsewhere_bytes = self.allocator.snapshot(self.stream).elsewhere_bytes
-        return self.extent.mapped_bytes + elsewhere_bytes <= self.allocator.limit_bytes()
+        """Whether what is to be mapped may be, once all free pages are given back."""
+        shown = self.allocator.snapshot(self.stream)
+        resident = without_free_pages(shown.ranges, {("kept", a): (a, size) for a, size in shown.used.items()})
+        held_bytes = sum(end - start for start, end in resident) + shown.elsewhere_bytes
+        return held_bytes + self.extent.size_bytes <= self.allocator.limit_bytes()
 
     def restore(self) -> None:
         """Map again what is to be mapped, where a step starts from what nobody frees. Raises UnsteadyError,
@@ -95,7 +101,7 @@ def establish(
     """Pack the step on what is in use; only then give back what is free, and make room in one piece.
 
     recorded_bytes: what the recorded step had reserved. spare_bytes: see `lay`. Raises UnsteadyError, NoRoomError (also
-    where nothing would be won; nothing was touched then), torch.OutOfMemoryError.
+    where nothing would be won; nothing was touched then, unless memory was refused).
     """
     begin = time.perf_counter()
     shown = allocator.snapshot(stream)
@@ -110,13 +116,19 @@ def establish(
     if not ranges:
         raise UnsteadyError("nothing is resident on its stream")
     most_bytes = allocator.limit_bytes() - shown.elsewhere_bytes
-    extent, laid = lay_anew(step.statements, ranges, used, step.carried, spare_bytes, most_bytes)
-    if laid.mapped_bytes >= recorded_bytes and not step.gives_back:
-        raise NoRoomError("no packing of its blocks was found that takes less")
-    if laid.mapped_bytes > recorded_bytes * (1 + MORE_SHARE):
-        raise UnsteadyError(f"{format_bytes(laid.mapped_bytes)} would be needed with what happens between its steps")
-    allocator.empty_cache()
-    address = allocator.map(extent.size_bytes)
+    address: int | None = None
+    while address is None:
+        extent, laid = lay_anew(step.statements, ranges, used, step.carried, spare_bytes, most_bytes)
+        if laid.mapped_bytes >= recorded_bytes and not step.gives_back:
+            raise NoRoomError("no packing of its blocks was found that takes less")
+        if laid.mapped_bytes > recorded_bytes * (1 + MORE_SHARE):
+            raise UnsteadyError(f"{format_bytes(laid.mapped_bytes)} would be needed with what happens between steps")
+        allocator.empty_cache()
+        try:
+            address = allocator.map(extent.size_bytes)
+        except torch.OutOfMemoryError:
+            # Another process took it, or not all that is free can be had: with less, until no packing fits.
+            most_bytes = laid.mapped_bytes - int(LESS_SHARE * laid.mapped_bytes)
     found = allocator.snapshot(stream).ranges
     if (address, found) != (extent.address, extent.ranges):
         # There were unmapped addresses that nothing told of, below everything else.

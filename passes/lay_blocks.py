@@ -23,9 +23,9 @@ from fxhome.units import format_bytes
 MAX_AGAIN = 200
 """How often the rest of a step is packed again, at most."""
 AGAIN_ROUNDS = 50
-MAX_SEEDS = 12
+MAX_SEEDS = 6
 ENOUGH_SHARE = 0.02
-"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once."""
+"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once, and fits."""
 MAX_EXTENTS = 9
 EXTENT_SHARE = 0.004
 """How much more is mapped where a step does not fit into what its packing needs; then twice that, and so on."""
@@ -157,19 +157,22 @@ def lay_anew(
     """Lay a step on what is in use, with one extent behind it that is as small as this finds.
 
     ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. most_bytes: what may
-    be mapped in all. Raises NoRoomError.
+    be mapped in all while the extent is taken. Raises NoRoomError.
     """
     ranges = tuple(ranges)
     problem = _Problem(step, used, carried, spare_bytes)
     least_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
+    room_bytes = most_bytes - sum(end - start for start, end in ranges)
     best: tuple[Extent, Laid] | None = None
     for seed in range(MAX_SEEDS):
+        if least_bytes > room_bytes:
+            break
         found = problem.laid_anew(ranges, least_bytes, seed)
         if found is not None and (best is None or found[0].size_bytes < best[0].size_bytes):
             best = found
-        if best is not None and best[0].size_bytes <= least_bytes * (1 + ENOUGH_SHARE):
+        if best is not None and best[0].size_bytes <= min(room_bytes, least_bytes * (1 + ENOUGH_SHARE)):
             break
-    if best is None or best[1].mapped_bytes > most_bytes:
+    if best is None or best[0].size_bytes > room_bytes:
         raise NoRoomError(f"no packing of its blocks was found that fits into {format_bytes(most_bytes)}")
     return best
 

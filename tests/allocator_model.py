@@ -35,12 +35,16 @@ class ModelAllocator:
         self.others_record = False
         self.other_streams_bytes = 0
         self.looks = 0
+        self.refusals = 0
 
     @property
     def reserved(self) -> int:
         return len(self.pages) * PAGE
 
     def map(self, size_bytes: int) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise torch.OutOfMemoryError("refused")
         before = self.most_allocated
         address = self.take(size_bytes)
         self.give(address)

@@ -111,6 +111,27 @@ def test_a_snapshot_of_one_stream_s_large_blocks() -> None:
     assert shown.used == {100: 40}
 
 
+def test_what_else_is_reserved_counts_unless_it_is_only_a_cache() -> None:
+    free = [{"address": 100, "size": 100, "state": "inactive"}]
+    others = [segment(stream=5), segment(stream=5, blocks=free, total_size=3000), segment(device=1, total_size=3000)]
+    small = segment(segment_type="small", blocks=free, total_size=20)
+    private = segment(segment_pool_id=(0, 1), blocks=free, total_size=7)
+    shown = snapshot_of([*others, small, private, segment()], 0, 0)
+    assert shown.elsewhere_bytes == 100 + 20 + 7
+
+
+def test_a_step_is_spread_over_what_it_touched_and_what_is_in_use() -> None:
+    found = [*entries("!"), _entry("alloc", 0, 30 * MIB), *_freed(0, 30 * MIB), _entry("alloc", 20 * MIB, 30 * MIB)]
+    found += _freed(20 * MIB, 30 * MIB)
+    step = recorded_step(found, [0], [], 0)
+    assert step.touched == ((0, 50 * MIB),)
+    assert step.spread_bytes({40 * MIB: 30 * MIB, 900 * MIB: 5 * MIB}) == 75 * MIB
+
+
+def _freed(address: int, size: int) -> list[Entry]:
+    return [_entry(action, address, size) for action in ("free_requested", "free_completed")]
+
+
 def test_snapshots_that_cannot_be_laid_on() -> None:
     with pytest.raises(UnsteadyError, match="not expandable"):
         snapshot_of([segment(is_expandable=False)], 0, 0)

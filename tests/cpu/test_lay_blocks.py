@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew
+from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew, without_free_pages
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20
@@ -127,6 +127,27 @@ def test_what_a_step_leaves_is_told_under_its_next_name() -> None:
     laid = lay(step, model.ranges(), {**used, -1: (old, 20 * MIB)}, {-1: 2})
     # It comes back to where the one before it lay, so that all steps start alike.
     assert laid.end[-1] == (old, 20 * MIB)
+
+
+def test_a_packing_fits_into_what_may_be_mapped_or_is_refused() -> None:
+    step = one_each("1+100 2+20 1- 3+20 4+100 4- 3- 2-")
+    model = with_weights()
+    extent, laid = lay_anew(step, model.ranges(), used_by(model), {}, most_bytes=180 * MIB)
+    assert (extent.size_bytes, laid.mapped_bytes) == (140 * MIB, 180 * MIB)
+    with pytest.raises(NoRoomError, match=r"that fits into 160\.00 MiB"):
+        lay_anew(step, model.ranges(), used_by(model), {}, most_bytes=160 * MIB)
+
+
+@given(st.lists(st.tuples(st.integers(2, 90), st.booleans()), min_size=1, max_size=12))
+def test_free_pages_are_told_before_they_are_given_back(blocks: list[tuple[int, bool]]) -> None:
+    model = ModelAllocator(base_page=3)
+    taken = [(model.take(size * MIB + 512), stays) for size, stays in blocks]
+    for address, stays in taken:
+        if not stays:
+            model.give(address)
+    expected = without_free_pages(model.ranges(), used_by(model))
+    model.empty_cache()
+    assert tuple(model.ranges()) == expected
 
 
 @settings(max_examples=60, deadline=None)

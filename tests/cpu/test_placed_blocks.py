@@ -402,6 +402,16 @@ def test_room_that_is_not_to_be_had_leaves_everything_as_it_was() -> None:
                           "150.00 MiB"]  # fmt: skip
 
 
+def test_memory_that_is_refused_is_not_asked_for_again() -> None:
+    loop = scattered()
+    before = loop.steps(SETTLED_STEPS + 1)
+    loop.allocator.refusals = 1
+    assert loop.steps(4) == before
+    assert loop.allocator.refusals == 0
+    assert loop.notes == ["blocks are left to the allocator: no packing of its blocks was found that fits into "
+                          "179.10 MiB"]  # fmt: skip
+
+
 def test_a_cap_that_comes_later_is_no_matter_where_the_layout_fits_and_ends_it_where_it_does_not() -> None:
     loop = scattered()
     loop.steps(WARM)
