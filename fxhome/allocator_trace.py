@@ -124,10 +124,12 @@ def recorded_step(
     requested: int | None = None
     skip = made = 0
     for i, entry in enumerate(entries):
-        action, address = entry["action"], int(entry["addr"])
         if skip:
             skip -= 1
             continue
+        if entry["action"] == "oom":  # has no address; who asked went on without
+            continue
+        action, address = entry["action"], int(entry["addr"])
         if _is_marker(entries, i):
             events.append([])
             skip = 2

@@ -21,16 +21,18 @@ from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
 NEVER = 1 << 62
 ROUNDS = 6000
 """Further tries of an order, at most."""
+MANY_ROUNDS = 500
 STARTS = 4
-"""Climbs that begin together; the better half of them goes on twice as long, and so on."""
+"""Climbs that begin together where there are many rounds; the better half goes on twice as long, and so on."""
 SWEEPS = 100
 """Tries, at most, that move everything in the way at once."""
-WORK = 1_500_000_000
+WORK = 2_500_000_000
 """Steps of the innermost loop, at most, that all tries may take."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,7 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
         best = min(best, swept, key=lambda climber: climber.top)
     if best.top > enough and rounds:
         # What moved everything in the way at once gets no further: one at a time, from where most can be reached.
-        starts = (
-            [field.climber(greedy[LONGEST_FIRST].order) for _ in range(STARTS)] if rounds >= ROUNDS // 2 else [best]
-        )
+        starts = [greedy[LONGEST_FIRST]] * STARTS if rounds >= MANY_ROUNDS else [best]
         best = min(best, _climbed(field, starts, rounds, seed, enough), key=lambda climber: climber.top)
     return Packing(tuple(best.addresses.tolist()), best.top)
 
@@ -192,100 +192,109 @@ class _Climber:
 
 
 class _Field:
-    """What lies fixed, sorted by address, and the lives that are placed around it."""
+    """What lies fixed and the lives that are placed around it, numbered in a row: the lives first."""
 
     def __init__(self, lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> None:
-        ordered = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
         self.base = base
-        # Rows: first address, address behind, first event, event behind.
-        self.fixed = np.array([(f.address, f.address + f.size_bytes, f.start, f.stop) for f in ordered], np.int64)
-        self.fixed = np.ascontiguousarray(self.fixed.reshape(-1, 4).T)
-        self.lives = np.array([(life.size_bytes, life.start, life.stop) for life in lives], np.int64)
+        self.sizes = np.array([life.size_bytes for life in lives], np.int64)
+        there = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
+        low, high = (np.zeros(len(lives) + len(there), np.int64) for _ in range(2))
+        low[len(lives) :] = [item.address for item in there]
+        high[len(lives) :] = [item.address + item.size_bytes for item in there]
+        self.ends = np.stack([low, high])
+        starts, stops = (
+            np.array([getattr(item, name) for item in (*lives, *there)], np.int64) for name in ("start", "stop")
+        )
+        mine = len(lives)
+        self.meets = (starts[None, :] < stops[:mine, None]) & (stops[None, :] > starts[:mine, None])
 
     def climber(self, order: Sequence[int] | Ints) -> _Climber:
         """Each life in turn, at the lowest place that is free for all of it."""
-        placed = np.empty((4, self.fixed.shape[1] + len(self.lives)), np.int64)
-        addresses = np.empty(len(self.lives), np.int64)
-        found = np.array(order, np.int64)
-        top = _place(found, 0, self.lives, self.fixed, placed, self.base, addresses, NEVER)
-        return _Climber(found, addresses, int(top))
+        found, ends = np.array(order, np.int64), self.ends.copy()
+        sequence = np.empty(ends.shape[1], np.int64)
+        top = _place(found, 0, self.sizes, self.meets, ends, sequence, self.base, NEVER)
+        return _Climber(found, ends[0, : len(found)], int(top))
 
     def climbed(self, climber: _Climber, rounds: int, seed: int, enough: int) -> _Climber:
         """After so many tries to place one of the lives that reach farthest, or one that meets it, earlier."""
-        order, addresses = climber.order.copy(), climber.addresses.copy()
-        top = _climb(order, addresses, climber.top, self.lives, self.fixed, self.base, rounds, seed, enough)
-        return _Climber(order, addresses, int(top))
+        order, ends = climber.order.copy(), self.ends.copy()
+        ends[0, : len(order)] = climber.addresses
+        top = _climb(order, ends, climber.top, self.sizes, self.meets, self.base, rounds, seed, enough)
+        return _Climber(order, ends[0, : len(order)], int(top))
 
 
 @njit(cache=True)
 def _place(
-    order: Ints, known: int, lives: Ints, fixed: Ints, placed: Ints, base: int, addresses: Ints, limit: int
+    order: Ints, known: int, sizes: Ints, meets: Flags, ends: Ints, sequence: Ints, base: int, limit: int
 ) -> int:
-    """How far the lives reach; more than `limit` where one does, and the rest is not placed. The first `known` ones lie
-    at their addresses already. placed: room for the rows of what is fixed and of all lives.
+    """How far the lives reach; more than `limit` where one does, and the rest is not placed.
+
+    ends: first address of each, and the one behind it; of the first `known` lives they are there already. meets: which
+    others are there while a life lives. sequence: room for the numbers of all, by address.
     """
-    count = fixed.shape[1]
-    for row in range(4):
-        for k in range(count):
-            placed[row, k] = fixed[row, k]
+    count = ends.shape[1] - len(order)
+    for k in range(count):
+        sequence[k] = len(order) + k
     top = 0
     for number in range(len(order)):
         i = order[number]
-        size, start, stop = lives[i]
+        size = sizes[i]
         if number < known:
-            reached = addresses[i]
-            at = 0
-            while at < count and placed[0, at] <= reached:
-                at += 1
+            reached = ends[0, i]
+            at = count
         else:
             # The first gap of this size between what is met while it lives; `at`: where it stands among all.
             reached = base
             at = count
+            met = meets[i]
             for k in range(count):
-                low = placed[0, k]
-                if low - reached >= size:
-                    at = k
-                    break
-                if placed[2, k] < stop and placed[3, k] > start and placed[1, k] > reached:
-                    reached = placed[1, k]
-            # What is not met may stand higher up than the gap: one before it need not be before all that is met.
-            while at > 0 and placed[0, at - 1] > reached:
-                at -= 1
-            addresses[i] = reached
+                other = sequence[k]
+                if met[other]:
+                    if ends[0, other] - reached >= size:
+                        at = k
+                        break
+                    if ends[1, other] > reached:
+                        reached = ends[1, other]
+            ends[0, i] = reached
+            ends[1, i] = reached + size
         top = max(top, reached + size)
         if top > limit:
             break
-        for row in range(4):
-            for k in range(count, at, -1):
-                placed[row, k] = placed[row, k - 1]
-        placed[0, at], placed[1, at], placed[2, at], placed[3, at] = reached, reached + size, start, stop
+        # What is not met may stand higher up than the gap: one before it need not be before all that is met.
+        while at > 0 and ends[0, sequence[at - 1]] > reached:
+            at -= 1
+        for k in range(count, at, -1):
+            sequence[k] = sequence[k - 1]
+        sequence[at] = i
         count += 1
     return top
 
 
 @njit(cache=True)
 def _climb(
-    order: Ints, addresses: Ints, top: int, lives: Ints, fixed: Ints, base: int, rounds: int, seed: int, enough: int
+    order: Ints, ends: Ints, top: int, sizes: Ints, meets: Flags, base: int, rounds: int, seed: int, enough: int
 ) -> int:
-    """Change `order` and `addresses` for the better, or at least not for the worse; how far they reach."""
-    placed = np.empty((4, fixed.shape[1] + len(order)), np.int64)
-    tried, moved = order.copy(), addresses.copy()
-    chosen = np.empty(len(order), np.int64)
+    """Change `order` and `ends` for the better, or at least not for the worse; how far they reach."""
+    total = len(order)
+    sequence = np.empty(ends.shape[1], np.int64)
+    for i in order:
+        ends[1, i] = ends[0, i] + sizes[i]
+    tried, moved = order.copy(), ends.copy()
+    chosen = np.empty(total, np.int64)
     state = np.uint64(seed)
     for _ in range(rounds):
         if top <= enough:
             break
         count = 0
         for i in order:
-            if addresses[i] + lives[i, 0] == top:
+            if ends[1, i] == top:
                 chosen[count] = i
                 count += 1
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
-        highest = chosen[int(state >> np.uint64(33)) % count]
+        met = meets[chosen[int(state >> np.uint64(33)) % count]]
         count = 0
-        for k in range(1, len(order)):
-            i = order[k]
-            if lives[i, 1] < lives[highest, 2] and lives[i, 2] > lives[highest, 1]:
+        for k in range(1, total):
+            if met[order[k]]:
                 chosen[count] = k
                 count += 1
         if count == 0:
@@ -294,13 +303,14 @@ def _climb(
         at = chosen[int(state >> np.uint64(33)) % count]
         state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
         to = int(state >> np.uint64(33)) % at
-        for k in range(len(order)):
+        for k in range(total):
             tried[k] = order[k - 1] if to < k <= at else order[k]
-            moved[k] = addresses[k]
+            moved[0, k], moved[1, k] = ends[0, k], ends[1, k]
         tried[to] = order[at]
-        reached = _place(tried, to, lives, fixed, placed, base, moved, top)
+        reached = _place(tried, to, sizes, meets, moved, sequence, base, top)
         if reached <= top:
             top = reached
-            for k in range(len(order)):
-                order[k], addresses[k] = tried[k], moved[k]
+            for k in range(total):
+                order[k] = tried[k]
+                ends[0, k], ends[1, k] = moved[0, k], moved[1, k]
     return top

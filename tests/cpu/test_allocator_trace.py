@@ -77,6 +77,12 @@ def test_memory_that_was_given_back_meanwhile_is_told() -> None:
     assert recorded_step([*entries("!"), _entry("segment_unmap", 7, 20 * MIB)], [0], [], 0).gives_back
 
 
+def test_memory_that_was_asked_for_in_vain_changes_nothing() -> None:
+    refused = {"action": "oom", "device_free": 0, "size": 9 << 30, "stream": 0}
+    step = recorded_step([*entries("! 5+7"), refused, *entries("5-")], [0], [], 0)
+    assert step.statements == (Statement(0, (Event(1, 7 * MIB), Event(1, 0))),)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
