@@ -15,6 +15,8 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
 from fxhome.passes.pack_blocks import Fixed, Life, Packing, gaps, most_alive, pack
@@ -231,6 +233,9 @@ class _Problem:
             block: Life(size, start, self.stops.get(block, self.total)) for block, (start, size) in starts.items()
         }
         self.lives = list(self.life_of.values())
+        self.table = np.array([(life.size_bytes, life.start) for life in self.lives], np.int64).reshape(-1, 2).T
+        """Sizes and starts, in two rows."""
+        self.pinned = self._pinned()
         self.passing = [
             Fixed(address, size, -1, self.stops[key])
             for key, (address, size) in used.items()
@@ -276,7 +281,7 @@ class _Problem:
     def packing(self, ranges: Ranges, seed: int) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
-        pinned = self._pinned()
+        pinned = self.pinned
         free = [i for i, block in enumerate(self.blocks) if block not in pinned]
         fixed += [
             Fixed(address, life.size_bytes, life.start, life.stop)
@@ -310,6 +315,8 @@ class _Problem:
             made = [event for event in statement.events if event.size_bytes]
             taken: Plugs | None = None
             if made and statement.hook is not None:
+                if len(made) == 1:
+                    self._let_be(heap, targets, made[0].block)
                 for event in made:
                     if not _is_reachable(heap, targets[event.block], event.size_bytes):
                         self._place_elsewhere(heap, ranges, targets, event.block, number)
@@ -339,6 +346,20 @@ class _Problem:
         names = {after: before for before, after in self.carried.items()}
         end |= {names.get(key, key): heap.used[key] for key in self.life_of if key in heap.used}
         return Laid(ranges, plugs, {block: targets[block] for block in self.blocks}, end)
+
+    def _let_be(self, heap: Heap, targets: dict[int, int], block: int) -> None:
+        """Where it would go by itself, where nobody else is to lie meanwhile: that takes no plug."""
+        life = self.life_of[block]
+        hole = heap.best(life.size_bytes)
+        if hole is None or block in self.pinned:
+            return
+        address = hole[0]
+        planned = np.array([targets[other] for other in self.blocks], np.int64)
+        sizes, starts = self.table
+        meets = (planned < address + life.size_bytes) & (planned + sizes > address)
+        meets &= (starts < life.stop) & (starts > life.start)
+        if not meets.any():
+            targets[block] = address
 
     def _place_elsewhere(self, heap: Heap, ranges: Ranges, targets: dict[int, int], block: int, number: int) -> None:
         """A place that can be reached now and that nobody else needs, where there is one."""

@@ -88,6 +88,13 @@ def test_what_goes_to_its_place_by_itself_needs_no_plug() -> None:
     assert laid.plugs == {}
 
 
+def test_what_may_as_well_lie_where_it_goes_by_itself_needs_no_plug() -> None:
+    model = with_weights()
+    laid = established(one_each("1+100 2+10 2- 3+60 4+10 3- 5+20 1- 6+40 7+40 4- 7- 5- 6-"), model)
+    assert laid.plugs == {}
+    assert laid.mapped_bytes == 220 * MIB  # 170 at once, beside 30
+
+
 def test_several_blocks_of_one_statement_are_sent_together() -> None:
     step = [
         Statement(0, (Event(1, 60 * MIB), Event(2, 20 * MIB), Event(3, 30 * MIB), Event(2, 0))),
