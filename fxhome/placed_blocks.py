@@ -258,9 +258,7 @@ class PlacedBlocks:
                 self._steer(was_clean)
         except UnsteadyError as reason:
             self._again(str(reason))
-        except HookError as reason:
-            self._give_up(str(reason))
-        except NoRoomError as reason:
+        except (HookError, NoRoomError) as reason:
             self._give_up(str(reason))
         except torch.OutOfMemoryError:
             self._give_up("the room for its blocks was not to be had at once")

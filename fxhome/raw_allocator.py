@@ -94,7 +94,8 @@ class CudaAllocator:
         return int(stats["reserved_bytes"]["large_pool"]["current"]), int(stats["num_alloc_retries"])
 
     def limit_bytes(self) -> int:
-        free_bytes, total_bytes = torch.cuda.mem_get_info(self.device)
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
         share = torch.cuda.get_per_process_memory_fraction(self.device)
         return min(int(share * total_bytes), torch.cuda.memory_reserved(self.device) + free_bytes)
 
