@@ -26,7 +26,7 @@ STARTS = 4
 """Climbs that begin together where there are many rounds; the better half goes on twice as long, and so on."""
 SWEEPS = 100
 """Tries, at most, that move everything in the way at once."""
-WORK = 2_500_000_000
+WORK = 1_500_000_000
 """Steps of the innermost loop, at most, that all tries may take."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
