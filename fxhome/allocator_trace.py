@@ -9,13 +9,13 @@ told: small ones and other streams' have segments of their own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.best_fit import rounded
-from fxhome.passes.lay_blocks import Event, Statement
+from fxhome.passes.lay_blocks import Event, Ranges, Statement
 
 MARK_BYTES = 77
 
@@ -38,7 +38,8 @@ class RecordedStep:
 
     carried: those it found, and what it leaves in their place. left: (address, size in bytes) of the latter at the end
     of the step, by the names at the start of the next one. gives_back: the allocator unmapped pages meanwhile.
-    starts: bytes more than at its start that are allocated where each of its parts begins.
+    starts: bytes more than at its start that are allocated where each of its parts begins. touched: (start, end) of
+    addresses where its blocks lay.
     """
 
     statements: tuple[Statement, ...]
@@ -46,14 +47,40 @@ class RecordedStep:
     left: Mapping[int, tuple[int, int]]
     gives_back: bool
     starts: tuple[int, ...]
+    touched: Ranges
+
+    def spread_bytes(self, used: Mapping[int, int]) -> int:
+        """Bytes of memory that the step was spread over, with what is in use, as {address: size in bytes}."""
+        found = joined([*self.touched, *((address, address + size) for address, size in used.items())])
+        return sum(end - start for start, end in found)
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """What is mapped for one stream's large blocks, as (start, end), and those in use, as {address: size in bytes}."""
+    """What is mapped for one stream's large blocks, as (start, end), and those in use, as {address: size in bytes}.
+    elsewhere_bytes: what else is reserved; other streams' segments that hold nothing are left out, small blocks'
+    are not: they come back.
+    """
 
-    ranges: tuple[tuple[int, int], ...]
+    ranges: Ranges
     used: Mapping[int, int]
+    elsewhere_bytes: int = 0
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What is reserved for these blocks."""
+        return sum(end - start for start, end in self.ranges)
+
+
+def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
+    """The same addresses in as few (start, end) as there are, lowest first."""
+    found: list[tuple[int, int]] = []
+    for start, end in sorted(ranges):
+        if found and start <= found[-1][1]:
+            found[-1] = (found[-1][0], max(found[-1][1], end))
+        else:
+            found.append((start, end))
+    return tuple(found)
 
 
 def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int) -> Snapshot:
@@ -62,10 +89,15 @@ def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int)
     """
     ranges: list[tuple[int, int]] = []
     used: dict[int, int] = {}
+    elsewhere_bytes = 0
     for segment in segments:
-        if segment["device"] != device or segment["stream"] != stream or segment["segment_type"] != "large":
+        if segment["device"] != device:
             continue
-        if tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0):
+        is_private = tuple(segment.get("segment_pool_id", (0, 0))) != (0, 0)
+        if segment["stream"] != stream or segment["segment_type"] != "large" or is_private:
+            is_cache = segment["segment_type"] == "large" and not is_private
+            if not is_cache or any(block["state"] != "inactive" for block in segment["blocks"]):
+                elsewhere_bytes += int(segment["total_size"])
             continue
         if not segment.get("is_expandable", False):
             raise UnsteadyError("the allocator's segments are not expandable")
@@ -75,7 +107,7 @@ def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int)
                 used[int(block["address"])] = int(block["size"])
             elif block["state"] != "inactive":
                 raise UnsteadyError("a block waits for another stream")
-    return Snapshot(tuple(sorted(ranges)), used)
+    return Snapshot(tuple(sorted(ranges)), used, elsewhere_bytes)
 
 
 def recorded_step(
@@ -88,13 +120,16 @@ def recorded_step(
     events: list[list[Event]] = [[]]
     alive: dict[int, Event] = {}
     found: dict[int, int] = {}
+    touched: set[tuple[int, int]] = set()
     requested: int | None = None
     skip = made = 0
     for i, entry in enumerate(entries):
-        action, address = entry["action"], int(entry["addr"])
         if skip:
             skip -= 1
             continue
+        if entry["action"] == "oom":  # has no address; who asked went on without
+            continue
+        action, address = entry["action"], int(entry["addr"])
         if _is_marker(entries, i):
             events.append([])
             skip = 2
@@ -104,6 +139,8 @@ def recorded_step(
             continue
         if requested is not None and not (action == "free_completed" and address == requested):
             raise UnsteadyError("a block is freed later than it is given up")
+        if action in ("alloc", "free_completed"):
+            touched.add((address, address + size))
         if action == "alloc":
             made += 1
             alive[address] = Event(made, size)
@@ -128,7 +165,7 @@ def recorded_step(
     size_of = found | {event.block: event.size_bytes for group in events for event in group if event.size_bytes}
     changes = [sum(event.size_bytes or -size_of[event.block] for event in group) for group in events]
     starts = tuple(sum(changes[: begin + 1]) for begin in begins)
-    return RecordedStep(statements, carried, left, gives_back, (0, *starts))
+    return RecordedStep(statements, carried, left, gives_back, (0, *starts), joined(touched))
 
 
 def _is_marker(entries: Sequence[Mapping[str, Any]], i: int) -> bool:

@@ -1,18 +1,15 @@
-"""The two compiled graphs of a plan, with hooks at every statement that may allocate: see placed_blocks.py."""
+"""The two compiled graphs of a plan, in the hands of what lays their blocks: see placed_blocks.py."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch.fx.graph_module import GraphModule
 
-from fxhome.generated_code import HookError, generated, hook
-from fxhome.placed_blocks import PlacedBlocks
+from fxhome.generated_code import generated, hook
+from fxhome.placed_blocks import Calls, PlacedBlocks
 from fxhome.raw_allocator import Allocator
-
-log = logging.getLogger("fxhome")
 
 
 class CompiledGraphs:
@@ -34,18 +31,19 @@ class CompiledGraphs:
         return compiled
 
 
-def place_blocks(compiled: CompiledGraphs, allocator: Allocator) -> PlacedBlocks | str:
-    """Hook both graphs; or the reason why they stay as they are."""
-    blocks = PlacedBlocks(allocator)
-    changes: list[tuple[Callable[[Callable[..., Any]], None], Callable[..., Any]]] = []
-    try:
-        for graph, told in ((compiled.forward, blocks.forward), (compiled.backward, blocks.backward)):
-            call, put = generated(graph)
-            hooked, blocks.hooks = hook(call, blocks.at, blocks.hooks)
-            changes.append((put, told(hooked)))
-    except HookError as reason:
-        log.warning("fxhome: blocks are left to the allocator: %s", reason)
-        return str(reason)
-    for put, call in changes:
-        put(call)
+def place_blocks(
+    compiled: CompiledGraphs, allocator: Allocator, *, limit_bytes: int, is_expected: bool
+) -> PlacedBlocks:
+    """Put what lays their blocks around both graphs; see PlacedBlocks. Raises HookError, and nothing is changed."""
+    forward, put_forward = generated(compiled.forward)
+    backward, put_backward = generated(compiled.backward)
+
+    def hooked(at: Callable[[int], None]) -> Calls:
+        hooked_forward, behind = hook(forward, at, 0)
+        hooked_backward, behind = hook(backward, at, behind)
+        return Calls(hooked_forward, hooked_backward, behind)
+
+    blocks = PlacedBlocks(allocator, Calls(forward, backward), hooked, limit_bytes=limit_bytes, is_expected=is_expected)
+    put_forward(blocks.forward)
+    put_backward(blocks.backward)
     return blocks

@@ -17,6 +17,7 @@ import torch
 from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
+from fxhome.generated_code import HookError
 from fxhome.hooked_graphs import CompiledGraphs, place_blocks
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
@@ -45,7 +46,7 @@ PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Pla
 
 @dataclass(frozen=True)
 class LoweredGraphs:
-    """The two graphs as one callable, their peak in bytes, and what lays their blocks where that is worth it."""
+    """The two graphs as one callable, their peak in bytes, and what lays their blocks where they are scattered."""
 
     call: Callable[..., Any]
     predicted_bytes: int
@@ -197,23 +198,31 @@ def lower_and_check(
 
 
 def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs) -> PlacedBlocks | None:
-    """Hooks in the graphs of a plan whose blocks the allocator would scatter, and a note of what is expected."""
+    """What lays the blocks of a plan where the allocator scatters them, and a note where it is expected to."""
     plan = planned.plan
     if not keeps_freed_blocks(planned):
         return None
-    if known.reserved_bytes is None or known.packed_bytes is None:
+    is_expected, note = False, ""
+    if known.reserved_bytes is not None and known.packed_bytes is not None:
+        scattered = known.reserved_bytes + plan.resident_bytes
+        is_expected = is_scattered(scattered + situation.error_bound_bytes, plan.budget_bytes)
+        laid = format_bytes(known.packed_bytes + plan.resident_bytes)
+        note = f"left to the allocator, blocks would take {format_bytes(scattered)} of it: holes"
+    try:
+        blocks = place_blocks(
+            compiled,
+            CudaAllocator(torch.cuda.current_device()),
+            limit_bytes=reserved_limit(plan.budget_bytes),
+            is_expected=is_expected,
+        )
+    except HookError as reason:
+        log.warning("fxhome: blocks are left to the allocator: %s", reason)
+        if is_expected:
+            planned.plan = replace(plan, notes=(*plan.notes, f"{note}; they are not laid: {reason}"))
         return None
-    scattered = known.reserved_bytes + plan.resident_bytes
-    if not is_scattered(scattered + situation.error_bound_bytes, plan.budget_bytes):
-        return None
-    blocks = place_blocks(compiled, CudaAllocator(torch.cuda.current_device()))
-    note = f"left to the allocator, blocks would take {format_bytes(scattered)} of it: holes"
-    if isinstance(blocks, str):
-        planned.plan = replace(plan, notes=(*plan.notes, f"{note}; they are not laid: {blocks}"))
-        return None
-    laid = format_bytes(known.packed_bytes + plan.resident_bytes)
-    note += f"; laid where they fit, from the fourth step on, about {laid}"
-    planned.plan = replace(plan, notes=(*plan.notes, note))
+    if is_expected:
+        note += f"; laid where they fit, from the fourth step on, about {laid}"
+        planned.plan = replace(plan, notes=(*plan.notes, note))
     return blocks
 
 

@@ -6,8 +6,8 @@
               as margin, then with a generous one, then the smallest plan that is known, then refuse, naming what
               that one needs
     reserve   what the caching allocator will take for the blocks of a step: more than RESERVED_SHARE above the budget,
-              they are laid where they fit (placed_blocks.py); still more: look for a plan whose blocks lie closer, else
-              take the best one
+              they are laid where they fit (placed_blocks.py), and so are those that are seen to be scattered; still
+              more: look for a plan whose blocks lie closer, else take the best one
 
 Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
 """

@@ -52,8 +52,8 @@ SPARED_BYTES = 8 << 20
 
 @dataclass(eq=False)
 class Variant:
-    """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where that is worth
-    it.
+    """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where they are
+    scattered.
     """
 
     call: Callable[..., Any]

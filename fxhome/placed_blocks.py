@@ -1,10 +1,13 @@
 """Lay the blocks of a step where they fit: record one, pack it, steer all that follow.
 
-    enter (forward)  waiting -> a settled step is recorded -> packed -> steered, as long as steps start alike;
-                     a forward and backward that leaves gradients is one of several that are recorded together
-    at(i)            steered: plugs before statement i, given back behind it; recorded: a marker
-    leave            every plug goes back, whatever happened
+    watching   scattered by no prediction: settled steps are looked at now and then (scatter_watch.py)
+    waiting    scattered by prediction, or seen to be: for a step that can be recorded
+    recording  one step, with a marker at each hook; several where each adds to the gradients of the one before;
+               what was only seen to be scattered must be so in the recording as well, else: watching
+    steering   packed: plugs before each statement, given back behind it, as long as steps start alike
+    off        left to the allocator
 
+The calls with hooks are made and run only from recording on: all other steps run what Inductor made.
 Nothing but the places of blocks changes: a plug is never written to. A step that is not what was recorded (an address
 that is not the planned one, an exception, a forward without its backward) is left alone from there on. What the
 allocator's counters call allocated holds the plugs as well, for as long as the host needs to issue one statement: there
@@ -18,15 +21,25 @@ import itertools
 import logging
 import weakref
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import torch
 
-from fxhome.allocator_trace import MARK_BYTES, BeginsError, UnfinishedError, UnsteadyError, recorded_step
+from fxhome.allocator_trace import (
+    MARK_BYTES,
+    BeginsError,
+    RecordedStep,
+    UnfinishedError,
+    UnsteadyError,
+    recorded_step,
+)
 from fxhome.block_layout import Layout, establish
+from fxhome.generated_code import HookError
 from fxhome.passes.lay_blocks import Laid, NoRoomError, Plugs
 from fxhome.raw_allocator import Allocator
+from fxhome.scatter_watch import ScatterWatch
 from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
@@ -43,6 +56,7 @@ MAX_TOGETHER = 16
 
 
 class _Mode(Enum):
+    WATCHING = auto()
     WAITING = auto()
     RECORDING = auto()
     STEERING = auto()
@@ -73,22 +87,46 @@ def unsteered() -> Iterator[None]:
         _is_paused = before
 
 
+@dataclass(frozen=True)
+class Calls:
+    """What runs the forward and the backward, and how many hooks they have."""
+
+    forward: Callable[..., Any]
+    backward: Callable[..., Any]
+    hooks: int = 0
+
+
 class PlacedBlocks:
-    """Steers the steps of one compiled plan, whose statements are `hooks` many. `is_settled` tells when steps may be
-    recorded; `spare_bytes` by how much plugs may raise what is allocated at the worst moment of a step; `tell` gets one
-    line that says what came of it.
+    """Steers the steps of one compiled plan. `forward` and `backward` stand for those that Inductor made.
+
+    plain: what Inductor made. hook: makes the same with hooks that call what it is given; raises HookError.
+    limit_bytes: what may be reserved before a step counts as scattered. is_expected: more was predicted.
+    `is_settled` tells when steps may be recorded; `spare_bytes` by how much plugs may raise what is allocated at the
+    worst moment of a step; `tell` gets one line that says what came of it.
     """
 
-    def __init__(self, allocator: Allocator) -> None:
+    def __init__(
+        self,
+        allocator: Allocator,
+        plain: Calls,
+        hook: Callable[[Callable[[int], None]], Calls],
+        *,
+        limit_bytes: int,
+        is_expected: bool,
+    ) -> None:
         self.allocator = allocator
-        self.hooks = 0
+        self.watch = ScatterWatch(allocator, limit_bytes)
         self.is_settled: Callable[[], bool] = lambda: True
         self.spare_bytes: Callable[[], int] = lambda: 0
         self.tell: Callable[[str], None] = lambda _: None
         self.laid: Laid | None = None
         self.failures = 0
         self.steered_steps = 0
-        self._mode = _Mode.WAITING
+        self._plain = self._calls = plain
+        self._hook = hook
+        self._hooked: Calls | None = None
+        self._mode = _Mode.WAITING if is_expected else _Mode.WATCHING
+        self._seen: str | None = None
         self._phase = _Phase.IDLE
         self._table: list[Plugs | None] | None = None
         self._held: list[int] = []
@@ -106,6 +144,11 @@ class PlacedBlocks:
         self._tick = self._previous_tick = 0
         self._layout: Layout | None = None
         self._state: dict[int, tuple[int, int]] = {}
+
+    @property
+    def hooks(self) -> int:
+        """How many hooks there are in both calls; none before a step was recorded."""
+        return self._hooked.hooks if self._hooked is not None else 0
 
     # What the generated code calls.
 
@@ -125,28 +168,24 @@ class PlacedBlocks:
         self._marks.append(hook)
         self.allocator.give(self.allocator.take(MARK_BYTES))
 
-    def forward(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The forward's callable, told where it begins and ends."""
-        return self._told(call, self._enter_forward, _Phase.FORWARD, _Phase.BETWEEN)
+    def forward(self, args: Any) -> Any:
+        """Run the forward."""
+        self._enter_forward()
+        return self._run(self._calls.forward, args, _Phase.FORWARD, _Phase.BETWEEN)
 
-    def backward(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """The same for the backward's."""
-        return self._told(call, self._enter_backward, _Phase.BACKWARD, _Phase.IDLE)
+    def backward(self, args: Any) -> Any:
+        """Run the backward."""
+        self._enter_backward()
+        return self._run(self._calls.backward, args, _Phase.BACKWARD, _Phase.IDLE)
 
-    def _told(
-        self, call: Callable[..., Any], enter: Callable[[], None], phase: _Phase, following: _Phase
-    ) -> Callable[..., Any]:
-        def run(args: Any) -> Any:
-            enter()
-            is_done = False
-            try:
-                result = call(args)
-                is_done = True
-                return result
-            finally:
-                self._leave(phase, following if is_done else _Phase.IDLE, is_done)
-
-        return run
+    def _run(self, call: Callable[..., Any], args: Any, phase: _Phase, following: _Phase) -> Any:
+        is_done = False
+        try:
+            result = call(args)
+            is_done = True
+            return result
+        finally:
+            self._leave(phase, following if is_done else _Phase.IDLE, is_done)
 
     def _enter_backward(self) -> None:
         if self._phase is _Phase.BETWEEN:
@@ -209,6 +248,8 @@ class PlacedBlocks:
         if self._mode is _Mode.OFF:
             return
         try:
+            if self._mode is _Mode.WATCHING:
+                self._look()
             if self._mode is _Mode.RECORDING:
                 self._finish_recording()
             elif self._mode is _Mode.WAITING:
@@ -217,18 +258,28 @@ class PlacedBlocks:
                 self._steer(was_clean)
         except UnsteadyError as reason:
             self._again(str(reason))
-        except NoRoomError:
-            self._give_up("no packing of its blocks was found that takes less")
+        except (HookError, NoRoomError) as reason:
+            self._give_up(str(reason))
         except torch.OutOfMemoryError:
             self._give_up("the room for its blocks was not to be had at once")
         except Exception as error:
             # Steps run as well without: a mistake in here must not end a training.
             log.exception("fxhome: laying blocks failed")
             self._give_up(f"{type(error).__name__}: {error}")
+        is_hooked = self._mode in (_Mode.RECORDING, _Mode.STEERING)
+        self._calls = self._hooked if is_hooked and self._hooked is not None else self._plain
+
+    def _is_ready(self) -> bool:
+        return self._steps >= SETTLED_STEPS and not _is_paused and self.is_settled()
+
+    def _look(self) -> None:
+        if self._is_ready() and (why := self.watch.seen()) is not None:
+            self._seen = why
+            self._mode = _Mode.WAITING
 
     def _wait(self) -> None:
         global _owner
-        if self._steps < SETTLED_STEPS or not self.is_settled() or _is_paused:
+        if not self._is_ready():
             return
         owner = _owner() if _owner is not None else None
         if owner not in (None, self) and owner._mode is not _Mode.OFF and owner._tick > self._previous_tick:
@@ -239,6 +290,8 @@ class PlacedBlocks:
         if self._recordings == MAX_RECORDINGS:
             self._give_up("its steps do not repeat themselves")
             return
+        if self._hooked is None:
+            self._hooked = self._hook(self.at)
         _owner = weakref.ref(self)
         self._recordings += 1
         self._stream = self.allocator.stream()
@@ -269,11 +322,26 @@ class PlacedBlocks:
         self._stop_recording()
         if self.allocator.stream() != self._stream:
             raise UnsteadyError("its stream is another one every time")
+        if self._seen is not None:
+            if not self._is_confirmed(step):
+                self._mode, self._seen, self._recordings = _Mode.WATCHING, None, 0
+                return
+            self.tell(f"{self._seen}: a step was recorded")
+            self._seen = None
         before_bytes = self._reserved_bytes
         self._state = dict(step.left)
         self._layout = establish(self.allocator, self._stream, step, self._state, before_bytes, self.spare_bytes())
-        _, after_bytes = self._layout.expected_bytes
         self._mode = _Mode.STEERING
+        self._tell_of_layout(before_bytes)
+
+    def _is_confirmed(self, step: RecordedStep) -> bool:
+        """Whether the recorded step is scattered: what is reserved may as well be left of something else."""
+        used = self.allocator.snapshot(self._stream).used
+        return step.gives_back or step.spread_bytes(used) > self.watch.limit_bytes
+
+    def _tell_of_layout(self, before_bytes: int) -> None:
+        assert self._layout is not None
+        _, after_bytes = self._layout.expected_bytes
         self.tell(
             f"blocks are laid: the allocator takes {format_bytes(after_bytes)} for large ones; it took "
             f"{format_bytes(before_bytes)}"
@@ -324,14 +392,16 @@ class PlacedBlocks:
         self._restores += 1
         if self._restores > MAX_FAILURES:
             raise UnsteadyError("the allocator takes or gives back memory between steps")
-        if self._state:
-            layout = establish(
-                self.allocator, self._stream, layout.step, self._state, self._reserved_bytes, self.spare_bytes()
-            )
-        else:
+        if not self._state and layout.has_room():
             layout.restore()
-        self._layout = layout
-        return layout
+            return layout
+        before_bytes = layout.extent.mapped_bytes
+        self._layout = establish(
+            self.allocator, self._stream, layout.step, self._state, self._reserved_bytes, self.spare_bytes()
+        )
+        if self._layout.extent.mapped_bytes != before_bytes:
+            self._tell_of_layout(before_bytes)
+        return self._layout
 
     def _judge(self, was_clean: bool, layout: Layout) -> None:
         """What became of the part that was steered last: `laid` stays where the next one belongs to the same step."""

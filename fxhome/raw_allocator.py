@@ -33,6 +33,12 @@ class Allocator(Protocol):
     def large_bytes(self) -> tuple[int, int]:
         """(allocated, reserved) for large blocks of all streams."""
 
+    def pressure(self) -> tuple[int, int]:
+        """(bytes reserved for large blocks of all streams, how often memory was given back to go on)."""
+
+    def limit_bytes(self) -> int:
+        """What may be reserved in all: the cap on this process, or what is reserved and what the device has free."""
+
     def snapshot(self, stream: int) -> Snapshot:
         """What is mapped and in use. Raises UnsteadyError."""
 
@@ -82,6 +88,16 @@ class CudaAllocator:
         stats: Any = torch._C._cuda_memoryStats(self.device)
         allocated, reserved = (stats[name]["large_pool"]["current"] for name in ("allocated_bytes", "reserved_bytes"))
         return int(allocated), int(reserved)
+
+    def pressure(self) -> tuple[int, int]:
+        stats: Any = torch._C._cuda_memoryStats(self.device)
+        return int(stats["reserved_bytes"]["large_pool"]["current"]), int(stats["num_alloc_retries"])
+
+    def limit_bytes(self) -> int:
+        free_bytes, _ = torch.cuda.mem_get_info(self.device)
+        total_bytes = torch.cuda.get_device_properties(self.device).total_memory
+        share = torch.cuda.get_per_process_memory_fraction(self.device)
+        return min(int(share * total_bytes), torch.cuda.memory_reserved(self.device) + free_bytes)
 
     def snapshot(self, stream: int) -> Snapshot:
         return snapshot_of(torch.cuda.memory._snapshot()["segments"], self.device, stream)

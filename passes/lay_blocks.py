@@ -15,16 +15,19 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
 from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
-from fxhome.passes.pack_blocks import ROUNDS, Fixed, Life, Packing, gaps, most_alive, pack
+from fxhome.passes.pack_blocks import Fixed, Life, Packing, gaps, most_alive, pack
+from fxhome.units import format_bytes
 
 MAX_AGAIN = 200
 """How often the rest of a step is packed again, at most."""
 AGAIN_ROUNDS = 50
-MAX_SEEDS = 12
+MAX_SEEDS = 6
 ENOUGH_SHARE = 0.02
-"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once."""
+"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once, and fits."""
 MAX_EXTENTS = 9
 EXTENT_SHARE = 0.004
 """How much more is mapped where a step does not fit into what its packing needs; then twice that, and so on."""
@@ -81,7 +84,10 @@ class Laid:
 
 
 class NoRoomError(Exception):
-    """A step does not fit into what is mapped."""
+    """A step does not fit into what is mapped, or may be."""
+
+    def __init__(self, message: str = "no packing of its blocks was found that fits into what is mapped") -> None:
+        super().__init__(message)
 
 
 @dataclass(frozen=True)
@@ -91,6 +97,11 @@ class Extent:
     size_bytes: int
     address: int
     ranges: Ranges
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the allocator has reserved for blocks of this pool then."""
+        return sum(end - start for start, end in self.ranges)
 
 
 def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Extent:
@@ -120,29 +131,51 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
     raise AssertionError("addresses behind the last range are endless")
 
 
+def without_free_pages(ranges: Iterable[tuple[int, int]], used: Used) -> Ranges:
+    """What stays mapped once all free pages are given back. Each range begins where a page does."""
+    kept: list[tuple[int, int]] = []
+    blocks = sorted(used.values())
+    for start, end in sorted(ranges):
+        for address, size in blocks:
+            if not start <= address < end:
+                continue
+            first = start + (address - start) // PAGE_BYTES * PAGE_BYTES
+            last = min(end, start + _whole_pages(address + size - start))
+            if kept and first <= kept[-1][1]:
+                kept[-1] = (kept[-1][0], max(kept[-1][1], last))
+            else:
+                kept.append((first, last))
+    return tuple(kept)
+
+
 def lay_anew(
     step: Sequence[Statement],
     ranges: Iterable[tuple[int, int]],
     used: Used,
     carried: Mapping[int, int],
     spare_bytes: int = 0,
+    most_bytes: int = ENDLESS,
 ) -> tuple[Extent, Laid]:
     """Lay a step on what is in use, with one extent behind it that is as small as this finds.
 
-    ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. Raises NoRoomError.
+    ranges: what stays mapped once all free pages are given back. carried, spare_bytes: see `lay`. most_bytes: what may
+    be mapped in all while the extent is taken. Raises NoRoomError.
     """
     ranges = tuple(ranges)
     problem = _Problem(step, used, carried, spare_bytes)
     least_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
+    room_bytes = most_bytes - sum(end - start for start, end in ranges)
     best: tuple[Extent, Laid] | None = None
     for seed in range(MAX_SEEDS):
+        if least_bytes > room_bytes:
+            break
         found = problem.laid_anew(ranges, least_bytes, seed)
         if found is not None and (best is None or found[0].size_bytes < best[0].size_bytes):
             best = found
-        if best is not None and best[0].size_bytes <= least_bytes * (1 + ENOUGH_SHARE):
+        if best is not None and best[0].size_bytes <= min(room_bytes, least_bytes * (1 + ENOUGH_SHARE)):
             break
-    if best is None:
-        raise NoRoomError
+    if best is None or best[0].size_bytes > room_bytes:
+        raise NoRoomError(f"no packing of its blocks was found that fits into {format_bytes(most_bytes)}")
     return best
 
 
@@ -167,7 +200,7 @@ def lay(
     problem = _Problem(step, used, carried, spare_bytes)
     for seed in range(MAX_SEEDS):
         with contextlib.suppress(NoRoomError):
-            return problem.laid(ranges, problem.packing(ranges, seed=seed))
+            return problem.laid(ranges, problem.packing(ranges, seed))
     raise NoRoomError
 
 
@@ -200,6 +233,9 @@ class _Problem:
             block: Life(size, start, self.stops.get(block, self.total)) for block, (start, size) in starts.items()
         }
         self.lives = list(self.life_of.values())
+        self.table = np.array([(life.size_bytes, life.start) for life in self.lives], np.int64).reshape(-1, 2).T
+        """Sizes and starts, in two rows."""
+        self.pinned = self._pinned()
         self.passing = [
             Fixed(address, size, -1, self.stops[key])
             for key, (address, size) in used.items()
@@ -219,9 +255,12 @@ class _Problem:
         step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
         too_small = 0
         best: tuple[Extent, Laid] | None = None
-        for attempt in range(MAX_EXTENTS):
+        packings: dict[Ranges, Packing] = {}
+        for _ in range(MAX_EXTENTS):
             extent = grown(ranges, self.used, size_bytes)
-            packing = self.packing(extent.ranges, ROUNDS if attempt < 2 else AGAIN_ROUNDS, seed)
+            walls = (*extent.ranges[:-1], (extent.ranges[-1][0], ENDLESS))
+            packing = packings.get(walls) or self.packing(walls, seed)
+            packings[walls] = packing
             missing = packing.top - extent.ranges[-1][1]
             if missing <= 0:
                 try:
@@ -239,17 +278,17 @@ class _Problem:
                 break
         return best
 
-    def packing(self, ranges: Ranges, rounds: int = ROUNDS, seed: int = 0) -> Packing:
+    def packing(self, ranges: Ranges, seed: int) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
-        pinned = self._pinned()
+        pinned = self.pinned
         free = [i for i, block in enumerate(self.blocks) if block not in pinned]
         fixed += [
             Fixed(address, life.size_bytes, life.start, life.stop)
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], rounds, seed)
+        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], seed=seed)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
         return Packing(tuple(found[block] for block in self.blocks), max(tops, default=0))
@@ -276,6 +315,8 @@ class _Problem:
             made = [event for event in statement.events if event.size_bytes]
             taken: Plugs | None = None
             if made and statement.hook is not None:
+                if len(made) == 1:
+                    self._let_be(heap, targets, made[0].block)
                 for event in made:
                     if not _is_reachable(heap, targets[event.block], event.size_bytes):
                         self._place_elsewhere(heap, ranges, targets, event.block, number)
@@ -305,6 +346,20 @@ class _Problem:
         names = {after: before for before, after in self.carried.items()}
         end |= {names.get(key, key): heap.used[key] for key in self.life_of if key in heap.used}
         return Laid(ranges, plugs, {block: targets[block] for block in self.blocks}, end)
+
+    def _let_be(self, heap: Heap, targets: dict[int, int], block: int) -> None:
+        """Where it would go by itself, where nobody else is to lie meanwhile: that takes no plug."""
+        life = self.life_of[block]
+        hole = heap.best(life.size_bytes)
+        if hole is None or block in self.pinned:
+            return
+        address = hole[0]
+        planned = np.array([targets[other] for other in self.blocks], np.int64)
+        sizes, starts = self.table
+        meets = (planned < address + life.size_bytes) & (planned + sizes > address)
+        meets &= (starts < life.stop) & (starts > life.start)
+        if not meets.any():
+            targets[block] = address
 
     def _place_elsewhere(self, heap: Heap, ranges: Ranges, targets: dict[int, int], block: int, number: int) -> None:
         """A place that can be reached now and that nobody else needs, where there is one."""

@@ -3,8 +3,10 @@
     lives (size, from, until) + blocks that lie fixed  ->  an address for each life, and how far they reach
 
 Greedy: in some order, each block goes to the lowest place that is free for all of its life. Several orders are tried;
-then what stands in the way of the best one is placed earlier, again and again. The same lives give the same packing.
+then what stands in the way is placed earlier, again and again. The same lives and seed give the same packing.
 """
+
+from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
@@ -17,13 +19,20 @@ from numpy.typing import NDArray
 from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
 
 NEVER = 1 << 62
-ROUNDS = 500
-WORK = 80_000_000
-"""Further tries of the best order, at most: so many, and so many steps of the innermost loop."""
+ROUNDS = 6000
+"""Further tries of an order, at most."""
+MANY_ROUNDS = 500
+STARTS = 4
+"""Climbs that begin together where there are many rounds; the better half goes on twice as long, and so on."""
+SWEEPS = 100
+"""Tries, at most, that move everything in the way at once."""
+WORK = 1_500_000_000
+"""Steps of the innermost loop, at most, that all tries may take."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
 
 Ints = NDArray[np.int64]
+Flags = NDArray[np.bool_]
 
 
 @dataclass(frozen=True)
@@ -58,52 +67,43 @@ def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int =
     if not lives:
         return Packing((), 0)
     field = _Field(lives, fixed, base)
-    enough = base + round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base))
-    found, top = np.empty(0, np.int64), NEVER
-    for key in _orders(lives):
-        tried = np.array(sorted(range(len(lives)), key=key), np.int64)
-        addresses, reached = field.place(tried)
-        if reached < top:
-            found, top, best = addresses, reached, tried
-    order = best
-    draw = random.Random(seed)
-    current, reached = found, top
+    enough = _least_top(round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base)), fixed, base)
     rounds = min(rounds, WORK // len(lives) ** 2)
-    for number in range(rounds):
-        if top <= enough:
+    greedy = [field.climber(sorted(range(len(lives)), key=key)) for key in _orders(lives)]
+    best = min(greedy, key=lambda climber: climber.top)
+    swept = best
+    for _ in range(min(rounds // 4, SWEEPS)):
+        if best.top <= enough:
             break
-        if number == rounds // 4:  # what moved everything in the way at once gets no further: one at a time
-            order, current, reached = best, found, top
-        is_whole = number < rounds // 4
-        tried = (
-            _highest_first(lives, order, current, reached)
-            if is_whole
-            else _earlier(lives, order, current, reached, draw)
+        swept = field.climber(_highest_first(lives, swept))
+        best = min(best, swept, key=lambda climber: climber.top)
+    if best.top > enough and rounds:
+        # What moved everything in the way at once gets no further: one at a time, from where most can be reached.
+        starts = [greedy[LONGEST_FIRST]] * STARTS if rounds >= MANY_ROUNDS else [best]
+        best = min(best, _climbed(field, starts, rounds, seed, enough), key=lambda climber: climber.top)
+    return Packing(tuple(best.addresses.tolist()), best.top)
+
+
+def _climbed(field: _Field, climbers: list[_Climber], rounds: int, seed: int, enough: int) -> _Climber:
+    """The best of some climbs, of which only the better half goes on each time."""
+    stages = len(climbers).bit_length()
+    draw = random.Random(seed)
+    while True:
+        share = rounds // (stages * len(climbers))
+        climbers = sorted(
+            (field.climbed(climber, share, draw.getrandbits(62), enough) for climber in climbers),
+            key=lambda climber: climber.top,
         )
-        addresses, higher = field.place(tried)
-        if higher <= reached or is_whole:
-            order, current, reached = tried, addresses, higher
-        if higher < top:
-            found, top, best = addresses, higher, tried
-    return Packing(tuple(found.tolist()), top)
+        if len(climbers) == 1 or climbers[0].top <= enough:
+            return climbers[0]
+        climbers = climbers[: len(climbers) // 2]
 
 
-def _highest_first(lives: Sequence[Life], order: Ints, addresses: Ints, top: int) -> Ints:
+def _highest_first(lives: Sequence[Life], climber: _Climber) -> list[int]:
     """The order with all of the lives that reach farthest placed first."""
-    is_highest = np.array([addresses[i] + lives[i].size_bytes == top for i in order])
-    return np.concatenate([order[is_highest], order[~is_highest]])
-
-
-def _earlier(lives: Sequence[Life], order: Ints, addresses: Ints, top: int, draw: random.Random) -> Ints:
-    """The order with one of the lives that reach farthest, or one that meets it, placed earlier."""
-    highest = [i for i in order if addresses[i] + lives[i].size_bytes == top]
-    life = lives[draw.choice(highest)]
-    near = [k for k, i in enumerate(order) if lives[i].start < life.stop and lives[i].stop > life.start and k]
-    if not near:
-        return order
-    at = draw.choice(near)
-    to = draw.randrange(at)
-    return np.concatenate([order[:to], order[at : at + 1], order[to:at], order[at + 1 :]])
+    ends = [climber.addresses[i] + lives[i].size_bytes for i in climber.order]
+    is_highest = np.array([end == climber.top for end in ends])
+    return [*climber.order[is_highest], *climber.order[~is_highest]]
 
 
 def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
@@ -118,6 +118,22 @@ def most_alive(lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> int:
         running += changes[event]
         most = max(most, running)
     return most
+
+
+def _least_top(size_bytes: int, fixed: Sequence[Fixed], base: int) -> int:
+    """How far so many bytes reach at least, above `base` and beside what lies fixed for ever."""
+    reached = base
+    for wall in sorted((f for f in fixed if f.stop == NEVER and f.start < 0), key=lambda f: f.address):
+        free_bytes = max(0, wall.address - reached)
+        if free_bytes >= size_bytes:
+            break
+        size_bytes -= free_bytes
+        reached = max(reached, wall.address + wall.size_bytes)
+    return reached + size_bytes
+
+
+LONGEST_FIRST = 1
+"""Of the orders below, the one from which climbs get farthest."""
 
 
 def _orders(lives: Sequence[Life]) -> list[Callable[[int], tuple[int, ...]]]:
@@ -166,55 +182,135 @@ def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]
     return [*found, (reached, NEVER)]
 
 
+@dataclass(frozen=True)
+class _Climber:
+    """An order of lives, the address of each life, and how far they reach."""
+
+    order: Ints
+    addresses: Ints
+    top: int
+
+
 class _Field:
-    """What lies fixed, sorted by address, and the lives that are placed around it."""
+    """What lies fixed and the lives that are placed around it, numbered in a row: the lives first."""
 
     def __init__(self, lives: Sequence[Life], fixed: Sequence[Fixed], base: int) -> None:
-        ordered = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
         self.base = base
-        self.count = len(ordered)
-        room = len(ordered) + len(lives)
-        # Rows: first address, address behind, first event, event behind.
-        self.placed = np.empty((4, room), np.int64)
-        self.placed[:, : self.count] = (
-            np.array([(f.address, f.address + f.size_bytes, f.start, f.stop) for f in ordered], np.int64)
-            .reshape(-1, 4)
-            .T
+        self.sizes = np.array([life.size_bytes for life in lives], np.int64)
+        there = sorted((item for item in fixed if item.address + item.size_bytes > base), key=lambda f: f.address)
+        low, high = (np.zeros(len(lives) + len(there), np.int64) for _ in range(2))
+        low[len(lives) :] = [item.address for item in there]
+        high[len(lives) :] = [item.address + item.size_bytes for item in there]
+        self.ends = np.stack([low, high])
+        starts, stops = (
+            np.array([getattr(item, name) for item in (*lives, *there)], np.int64) for name in ("start", "stop")
         )
-        self.lives = np.array([(life.size_bytes, life.start, life.stop) for life in lives], np.int64)
+        mine = len(lives)
+        self.meets = (starts[None, :] < stops[:mine, None]) & (stops[None, :] > starts[:mine, None])
 
-    def place(self, order: Ints) -> tuple[Ints, int]:
-        """Each life in turn, at the lowest place that is free for all of it: addresses, and how far they reach."""
-        addresses = np.empty(len(order), np.int64)
-        top = _place(order, self.lives, self.placed.copy(), self.count, self.base, addresses)
-        return addresses, int(top)
+    def climber(self, order: Sequence[int] | Ints) -> _Climber:
+        """Each life in turn, at the lowest place that is free for all of it."""
+        found, ends = np.array(order, np.int64), self.ends.copy()
+        sequence = np.empty(ends.shape[1], np.int64)
+        top = _place(found, 0, self.sizes, self.meets, ends, sequence, self.base, NEVER)
+        return _Climber(found, ends[0, : len(found)], int(top))
+
+    def climbed(self, climber: _Climber, rounds: int, seed: int, enough: int) -> _Climber:
+        """After so many tries to place one of the lives that reach farthest, or one that meets it, earlier."""
+        order, ends = climber.order.copy(), self.ends.copy()
+        ends[0, : len(order)] = climber.addresses
+        top = _climb(order, ends, climber.top, self.sizes, self.meets, self.base, rounds, seed, enough)
+        return _Climber(order, ends[0, : len(order)], int(top))
 
 
 @njit(cache=True)
-def _place(order: Ints, lives: Ints, placed: Ints, count: int, base: int, addresses: Ints) -> int:
+def _place(
+    order: Ints, known: int, sizes: Ints, meets: Flags, ends: Ints, sequence: Ints, base: int, limit: int
+) -> int:
+    """How far the lives reach; more than `limit` where one does, and the rest is not placed.
+
+    ends: first address of each, and the one behind it; of the first `known` lives they are there already. meets: which
+    others are there while a life lives. sequence: room for the numbers of all, by address.
+    """
+    count = ends.shape[1] - len(order)
+    for k in range(count):
+        sequence[k] = len(order) + k
     top = 0
-    for i in order:
-        size, start, stop = lives[i]
-        # The first gap of this size between what is met while it lives; `at`: where it stands among all.
-        reached = base
-        at = count
-        for k in range(count):
-            low = placed[0, k]
-            if low - reached >= size:
-                at = k
-                break
-            if placed[2, k] < stop and placed[3, k] > start and placed[1, k] > reached:
-                reached = placed[1, k]
-        else:
+    for number in range(len(order)):
+        i = order[number]
+        size = sizes[i]
+        if number < known:
+            reached = ends[0, i]
             at = count
-        # What is not met may stand higher up than the gap: a gap before it need not be one before all that is met.
-        while at > 0 and placed[0, at - 1] > reached:
-            at -= 1
-        for row in range(4):
-            for k in range(count, at, -1):
-                placed[row, k] = placed[row, k - 1]
-        placed[0, at], placed[1, at], placed[2, at], placed[3, at] = reached, reached + size, start, stop
-        count += 1
-        addresses[i] = reached
+        else:
+            # The first gap of this size between what is met while it lives; `at`: where it stands among all.
+            reached = base
+            at = count
+            met = meets[i]
+            for k in range(count):
+                other = sequence[k]
+                if met[other]:
+                    if ends[0, other] - reached >= size:
+                        at = k
+                        break
+                    if ends[1, other] > reached:
+                        reached = ends[1, other]
+            ends[0, i] = reached
+            ends[1, i] = reached + size
         top = max(top, reached + size)
+        if top > limit:
+            break
+        # What is not met may stand higher up than the gap: one before it need not be before all that is met.
+        while at > 0 and ends[0, sequence[at - 1]] > reached:
+            at -= 1
+        for k in range(count, at, -1):
+            sequence[k] = sequence[k - 1]
+        sequence[at] = i
+        count += 1
+    return top
+
+
+@njit(cache=True)
+def _climb(
+    order: Ints, ends: Ints, top: int, sizes: Ints, meets: Flags, base: int, rounds: int, seed: int, enough: int
+) -> int:
+    """Change `order` and `ends` for the better, or at least not for the worse; how far they reach."""
+    total = len(order)
+    sequence = np.empty(ends.shape[1], np.int64)
+    for i in order:
+        ends[1, i] = ends[0, i] + sizes[i]
+    tried, moved = order.copy(), ends.copy()
+    chosen = np.empty(total, np.int64)
+    state = np.uint64(seed)
+    for _ in range(rounds):
+        if top <= enough:
+            break
+        count = 0
+        for i in order:
+            if ends[1, i] == top:
+                chosen[count] = i
+                count += 1
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        met = meets[chosen[int(state >> np.uint64(33)) % count]]
+        count = 0
+        for k in range(1, total):
+            if met[order[k]]:
+                chosen[count] = k
+                count += 1
+        if count == 0:
+            continue
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        at = chosen[int(state >> np.uint64(33)) % count]
+        state = state * np.uint64(6364136223846793005) + np.uint64(1442695040888963407)
+        to = int(state >> np.uint64(33)) % at
+        for k in range(total):
+            tried[k] = order[k - 1] if to < k <= at else order[k]
+            moved[0, k], moved[1, k] = ends[0, k], ends[1, k]
+        tried[to] = order[at]
+        reached = _place(tried, to, sizes, meets, moved, sequence, base, top)
+        if reached <= top:
+            top = reached
+            for k in range(total):
+                order[k] = tried[k]
+                ends[0, k], ends[1, k] = moved[0, k], moved[1, k]
     return top

@@ -34,12 +34,17 @@ class ModelAllocator:
         self.entries: list[dict[str, Any]] | None = None
         self.others_record = False
         self.other_streams_bytes = 0
+        self.looks = 0
+        self.refusals = 0
 
     @property
     def reserved(self) -> int:
         return len(self.pages) * PAGE
 
     def map(self, size_bytes: int) -> int:
+        if self.refusals:
+            self.refusals -= 1
+            raise torch.OutOfMemoryError("refused")
         before = self.most_allocated
         address = self.take(size_bytes)
         self.give(address)
@@ -150,9 +155,16 @@ class ModelAllocator:
     def large_bytes(self) -> tuple[int, int]:
         return sum(self.used.values()), self.reserved + self.other_streams_bytes
 
+    def pressure(self) -> tuple[int, int]:
+        self.looks += 1
+        return self.reserved + self.other_streams_bytes, self.remaps
+
+    def limit_bytes(self) -> int:
+        return self.cap_bytes if self.cap_bytes is not None else 1 << 40
+
     def snapshot(self, stream: int) -> Snapshot:
         assert stream == STREAM
-        return Snapshot(tuple(self.ranges()), dict(self.used))
+        return Snapshot(tuple(self.ranges()), dict(self.used), self.other_streams_bytes)
 
     def is_recorded(self) -> bool:
         return self.entries is not None or self.others_record

@@ -77,6 +77,12 @@ def test_memory_that_was_given_back_meanwhile_is_told() -> None:
     assert recorded_step([*entries("!"), _entry("segment_unmap", 7, 20 * MIB)], [0], [], 0).gives_back
 
 
+def test_memory_that_was_asked_for_in_vain_changes_nothing() -> None:
+    refused = {"action": "oom", "device_free": 0, "size": 9 << 30, "stream": 0}
+    step = recorded_step([*entries("! 5+7"), refused, *entries("5-")], [0], [], 0)
+    assert step.statements == (Statement(0, (Event(1, 7 * MIB), Event(1, 0))),)
+
+
 @pytest.mark.parametrize(
     ("text", "why"),
     [
@@ -109,6 +115,27 @@ def test_a_snapshot_of_one_stream_s_large_blocks() -> None:
     shown = snapshot_of([*others, segment()], 0, 0)
     assert shown.ranges == ((100, 200),)
     assert shown.used == {100: 40}
+
+
+def test_what_else_is_reserved_counts_unless_it_is_only_a_cache() -> None:
+    free = [{"address": 100, "size": 100, "state": "inactive"}]
+    others = [segment(stream=5), segment(stream=5, blocks=free, total_size=3000), segment(device=1, total_size=3000)]
+    small = segment(segment_type="small", blocks=free, total_size=20)
+    private = segment(segment_pool_id=(0, 1), blocks=free, total_size=7)
+    shown = snapshot_of([*others, small, private, segment()], 0, 0)
+    assert shown.elsewhere_bytes == 100 + 20 + 7
+
+
+def test_a_step_is_spread_over_what_it_touched_and_what_is_in_use() -> None:
+    found = [*entries("!"), _entry("alloc", 0, 30 * MIB), *_freed(0, 30 * MIB), _entry("alloc", 20 * MIB, 30 * MIB)]
+    found += _freed(20 * MIB, 30 * MIB)
+    step = recorded_step(found, [0], [], 0)
+    assert step.touched == ((0, 50 * MIB),)
+    assert step.spread_bytes({40 * MIB: 30 * MIB, 900 * MIB: 5 * MIB}) == 75 * MIB
+
+
+def _freed(address: int, size: int) -> list[Entry]:
+    return [_entry(action, address, size) for action in ("free_requested", "free_completed")]
 
 
 def test_snapshots_that_cannot_be_laid_on() -> None:

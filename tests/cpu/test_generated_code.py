@@ -15,7 +15,7 @@ from torch.utils._ordered_set import OrderedSet
 
 from fxhome.generated_code import HookError, generated, hook, may_allocate
 from fxhome.hooked_graphs import CompiledGraphs, place_blocks
-from fxhome.placed_blocks import SETTLED_STEPS, PlacedBlocks
+from fxhome.placed_blocks import SETTLED_STEPS
 from tests.allocator_model import ModelAllocator
 
 
@@ -155,8 +155,7 @@ def test_hooked_graphs_of_inductor_compute_the_same() -> None:
         return [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
 
     plain = gradients()
-    blocks = place_blocks(compiled, ModelAllocator())
-    assert isinstance(blocks, PlacedBlocks)
+    blocks = place_blocks(compiled, ModelAllocator(), limit_bytes=1 << 40, is_expected=True)
     for _ in range(SETTLED_STEPS + 1):
         hooked = gradients()
         assert all(torch.equal(a, b) for a, b in zip(plain, hooked, strict=True))

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew
+from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew, without_free_pages
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20
@@ -88,6 +88,13 @@ def test_what_goes_to_its_place_by_itself_needs_no_plug() -> None:
     assert laid.plugs == {}
 
 
+def test_what_may_as_well_lie_where_it_goes_by_itself_needs_no_plug() -> None:
+    model = with_weights()
+    laid = established(one_each("1+100 2+10 2- 3+60 4+10 3- 5+20 1- 6+40 7+40 4- 7- 5- 6-"), model)
+    assert laid.plugs == {}
+    assert laid.mapped_bytes == 220 * MIB  # 170 at once, beside 30
+
+
 def test_several_blocks_of_one_statement_are_sent_together() -> None:
     step = [
         Statement(0, (Event(1, 60 * MIB), Event(2, 20 * MIB), Event(3, 30 * MIB), Event(2, 0))),
@@ -127,6 +134,27 @@ def test_what_a_step_leaves_is_told_under_its_next_name() -> None:
     laid = lay(step, model.ranges(), {**used, -1: (old, 20 * MIB)}, {-1: 2})
     # It comes back to where the one before it lay, so that all steps start alike.
     assert laid.end[-1] == (old, 20 * MIB)
+
+
+def test_a_packing_fits_into_what_may_be_mapped_or_is_refused() -> None:
+    step = one_each("1+100 2+20 1- 3+20 4+100 4- 3- 2-")
+    model = with_weights()
+    extent, laid = lay_anew(step, model.ranges(), used_by(model), {}, most_bytes=180 * MIB)
+    assert (extent.size_bytes, laid.mapped_bytes) == (140 * MIB, 180 * MIB)
+    with pytest.raises(NoRoomError, match=r"that fits into 160\.00 MiB"):
+        lay_anew(step, model.ranges(), used_by(model), {}, most_bytes=160 * MIB)
+
+
+@given(st.lists(st.tuples(st.integers(2, 90), st.booleans()), min_size=1, max_size=12))
+def test_free_pages_are_told_before_they_are_given_back(blocks: list[tuple[int, bool]]) -> None:
+    model = ModelAllocator(base_page=3)
+    taken = [(model.take(size * MIB + 512), stays) for size, stays in blocks]
+    for address, stays in taken:
+        if not stays:
+            model.give(address)
+    expected = without_free_pages(model.ranges(), used_by(model))
+    model.empty_cache()
+    assert tuple(model.ranges()) == expected
 
 
 @settings(max_examples=60, deadline=None)

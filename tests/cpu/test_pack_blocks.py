@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import random
+import re
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -18,6 +20,20 @@ lives_of = st.lists(st.builds(lambda size, start, long: Life(size, start, start 
 fixed_of = st.lists(
     st.builds(lambda address, size, start, long: Fixed(address, size, start, start + long), st.integers(0, 60),
               st.integers(1, 30), st.integers(-1, 30), st.integers(1, 30)), max_size=4)  # fmt: skip
+
+
+TRANSFORMER = """
+    12x0-4 12x0-7 5x0-11 16x0-25 16x0-36 1x0-150 1x0-150 1x0-150 1x0-150 1x0-150 1x0-150 1x0-150 4x0-150 4x0-150
+    4x0-150 4x0-150 4x0-150 4x0-150 4x0-150 12x0-150 16x0-150 4x1-6 1x2-150 14x3-45 4x5-150 4x8-10 16x9-13
+    4x12-150 4x14-16 12x15-19 4x17-21 1x18-150 4x20-150 4x22-24 16x23-56 16x26-28 4x27-150 4x29-31 12x30-35
+    4x32-38 1x33-66 14x34-65 4x37-150 4x39-41 16x40-150 16x42-44 4x43-150 4x46-48 12x47-150 4x49-52 1x50-150
+    4x51-150 4x53-55 16x54-59 16x57-61 19x58-77 4x60-135 4x62-64 12x63-117 4x67-70 1x68-118 4x69-90 4x71-73
+    16x72-82 16x74-76 4x75-79 4x78-81 31x80-84 31x83-94 16x85-98 4x86-91 4x87-95 4x88-107 1x89-92 8x93-150
+    16x96-111 16x97-100 4x99-150 4x101-136 4x102-141 4x103-137 4x104-110 4x105-142 1x106-108 4x109-150 4x112-119
+    4x113-128 4x114-129 4x115-130 8x116-120 8x121-122 8x123-124 8x125-126 12x127-146 4x131-138 4x132-145 4x133-150
+    2x134-139 1x140-150 19x143-149 3x144-150 16x147-150 16x148-150
+"""
+"""Part of a transformer's step under a tight budget: size x start - stop."""
 
 
 def meet(one: Fixed, other: Fixed) -> bool:
@@ -49,6 +65,20 @@ def test_more_rounds_are_never_worse() -> None:
     lives = [Life(draw.choice([3, 5, 8, 40]), s, s + draw.choice([1, 3, 9, 30])) for s in draw.choices(range(90), k=60)]
     tops = [pack(lives, [], 0, rounds).top for rounds in (0, 30, 400)]
     assert tops[0] > tops[1] > tops[2]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_what_greedy_orders_leave_in_the_way_is_climbed_over(seed: int) -> None:
+    lives = [Life(*map(int, re.split("[x-]", word))) for word in TRANSFORMER.split()]
+    most = most_alive(lives, [], 0)
+    assert pack(lives, [], 0, 0).top >= 1.1 * most
+    assert pack(lives, [], 0, seed=seed).top <= 1.01 * most
+
+
+def test_what_lies_fixed_for_ever_is_not_taken_for_a_bad_packing() -> None:
+    lives = [Life(*map(int, re.split("[x-]", word))) for word in TRANSFORMER.split()]
+    above = pack(lives, [Fixed(0, 500)], 0)
+    assert above.addresses == tuple(address + 500 for address in pack(lives, [], 0).addresses)
 
 
 def test_the_same_lives_give_the_same_packing() -> None:

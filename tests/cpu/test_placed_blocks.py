@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fxhome import block_layout, placed_blocks
-from fxhome.placed_blocks import MAX_FAILURES, MAX_RECORDINGS, MAX_TOGETHER, SETTLED_STEPS, PlacedBlocks, unsteered
+from fxhome.placed_blocks import (
+    MAX_FAILURES,
+    MAX_RECORDINGS,
+    MAX_TOGETHER,
+    SETTLED_STEPS,
+    Calls,
+    PlacedBlocks,
+    unsteered,
+)
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20
@@ -42,13 +51,34 @@ class Loop:
     blocks: PlacedBlocks = field(init=False)
     notes: list[str] = field(default_factory=list)
     surprise: Callable[[int], None] = lambda _: None
+    is_expected: bool = True
+    limit_bytes: int = 1 << 40
+    hooked_calls: int = 0
 
     def __post_init__(self) -> None:
-        self.blocks = PlacedBlocks(self.allocator)
-        self.blocks.hooks = len(self.forward) + len(self.backward) + 2
+        self.blocks = PlacedBlocks(
+            self.allocator,
+            self._calls(lambda _: None),
+            self._hooked,
+            limit_bytes=self.limit_bytes,
+            is_expected=self.is_expected,
+        )
         self.blocks.tell = self.notes.append
-        self._forward = self.blocks.forward(lambda _: self._run(self.forward, 0))
-        self._backward = self.blocks.backward(lambda _: self._run(self.backward, len(self.forward) + 1))
+
+    def _calls(self, at: Callable[[int], None]) -> Calls:
+        behind = len(self.forward) + 1
+        return Calls(
+            lambda _: self._run(at, self.forward, 0),
+            lambda _: self._run(at, self.backward, behind),
+            behind + len(self.backward) + 1,
+        )
+
+    def _hooked(self, at: Callable[[int], None]) -> Calls:
+        def counted(number: int) -> None:
+            self.hooked_calls += number == 0
+            at(number)
+
+        return self._calls(counted)
 
     def do(self, statement: Statement) -> None:
         for name, mib in statement:
@@ -60,18 +90,18 @@ class Loop:
             elif name in self.alive:
                 self.allocator.give(self.alive.pop(name))
 
-    def _run(self, body: list[Statement], first: int) -> None:
+    def _run(self, at: Callable[[int], None], body: list[Statement], first: int) -> None:
         for number, statement in enumerate(body, first):
-            self.blocks.at(number)
+            at(number)
             self.surprise(number)
             self.do(statement)
-        self.blocks.at(first + len(body))
+        at(first + len(body))
 
     def step(self, backward: bool = True) -> None:
-        self._forward(None)
+        self.blocks.forward(None)
         if backward:
             self.do(self.between)
-            self._backward(None)
+            self.blocks.backward(None)
         self.do(self.behind)
 
     def steps(self, count: int) -> int:
@@ -86,7 +116,7 @@ WARM = SETTLED_STEPS + 2
 """Steps up to and with the first one that is steered."""
 
 
-def scattered(allocator: ModelAllocator | None = None, **more: Statement) -> Loop:
+def scattered(allocator: ModelAllocator | None = None, **more: Any) -> Loop:
     """Best fit needs 220 MiB, and 140 are alive at most: a small tenant moves into the large hole."""
     loop = Loop(
         allocator or ModelAllocator(),
@@ -362,13 +392,40 @@ def test_unsettled_and_paused_steps_are_left_alone() -> None:
     assert loop.blocks.laid is not None
 
 
-def test_room_that_is_not_to_be_had_is_announced() -> None:
-    loop = scattered(ModelAllocator(cap_bytes=None))
-    loop.steps(SETTLED_STEPS + 1)
+def test_room_that_is_not_to_be_had_leaves_everything_as_it_was() -> None:
+    loop = scattered()
+    before = loop.steps(SETTLED_STEPS + 1)
     loop.allocator.cap_bytes = 150 * MIB
+    assert loop.steps(5) == before
+    assert loop.allocator.remaps == 0
+    assert loop.notes == ["blocks are left to the allocator: no packing of its blocks was found that fits into "
+                          "150.00 MiB"]  # fmt: skip
+
+
+def test_memory_that_is_refused_is_not_asked_for_again() -> None:
+    loop = scattered()
+    before = loop.steps(SETTLED_STEPS + 1)
+    loop.allocator.refusals = 1
+    assert loop.steps(4) == before
+    assert loop.allocator.refusals == 0
+    assert loop.notes == ["blocks are left to the allocator: no packing of its blocks was found that fits into "
+                          "179.10 MiB"]  # fmt: skip
+
+
+def test_a_cap_that_comes_later_is_no_matter_where_the_layout_fits_and_ends_it_where_it_does_not() -> None:
+    loop = scattered()
+    loop.steps(WARM)
+    loop.allocator.cap_bytes = 180 * MIB
+    loop.allocator.empty_cache()
+    loop.steps(3)
+    assert loop.allocator.reserved == 180 * MIB
+    assert loop.blocks.steered_steps == 3
+    loop.allocator.other_streams_bytes = 20 * MIB
+    loop.allocator.empty_cache()
     with pytest.raises(torch.OutOfMemoryError):
         loop.step()
-    assert loop.notes[-1].startswith("blocks are left to the allocator")
+    assert loop.notes[-1] == ("blocks are left to the allocator: no packing of its blocks was found that fits into "
+                              "160.00 MiB")  # fmt: skip
 
 
 def test_two_plans_that_take_turns_are_not_both_laid() -> None:
@@ -379,6 +436,95 @@ def test_two_plans_that_take_turns_are_not_both_laid() -> None:
         other.step()
     assert one.blocks._mode is placed_blocks._Mode.OFF or other.blocks._mode is placed_blocks._Mode.OFF
     assert set(allocator.used) == {one.alive["weights"], other.alive["weights"]}
+
+
+def test_steps_that_are_not_scattered_have_no_hooks_and_are_rarely_looked_at() -> None:
+    loop = scattered(is_expected=False)
+    free = scattered()
+    free.blocks.is_settled = lambda: False
+    assert loop.steps(300) == free.steps(300)
+    assert loop.allocator.looks == 6 + 2 * 6
+    assert loop.hooked_calls == 0
+    assert loop.blocks.hooks == 0
+    assert loop.notes == []
+
+
+def test_steps_that_are_seen_to_take_too_much_are_laid() -> None:
+    loop = scattered(is_expected=False, limit_bytes=200 * MIB)
+    loop.steps(SETTLED_STEPS)
+    assert loop.hooked_calls == 0
+    loop.steps(2)
+    assert loop.steps(3) == 180 * MIB
+    assert loop.hooked_calls == 5
+    assert loop.notes == [
+        "the allocator took 260.00 MiB for large blocks: a step was recorded",
+        "blocks are laid: the allocator takes 180.00 MiB for large ones; it took 260.00 MiB",
+    ]
+
+
+def test_steps_that_are_seen_to_map_memory_anew_are_laid() -> None:
+    loop = Loop(
+        ModelAllocator(cap_bytes=220 * MIB),
+        statements("a+30 | b+60 | a- c+60 | c- d+100"),
+        statements("d- e+100 | e- f+20 | f- g+60 | b- g- h+60 h-"),
+        is_expected=False,
+    )
+    loop.do((("weights", 30.0),))
+    loop.steps(WARM + 1)
+    loop.allocator.remaps = 0
+    loop.steps(3)
+    assert loop.allocator.remaps == 0
+    assert loop.blocks.steered_steps == 3
+    assert loop.notes[0] == "the allocator gave memory back and mapped it anew in a step: a step was recorded"
+
+
+def test_a_cap_that_comes_later_is_seen_later() -> None:
+    loop = Loop(
+        ModelAllocator(),
+        statements("a+30 | b+60 | a- c+60 | c- d+100"),
+        statements("d- e+100 | e- f+20 | f- g+60 | b- g- h+60 h-"),
+        is_expected=False,
+    )
+    loop.do((("weights", 30.0),))
+    loop.steps(40)
+    loop.allocator.empty_cache()
+    loop.allocator.cap_bytes = 220 * MIB
+    loop.steps(64 + SETTLED_STEPS - 40 + 2)
+    assert loop.hooked_calls == 1
+    loop.allocator.remaps = 0
+    loop.steps(4)
+    assert loop.allocator.remaps == 0
+    assert loop.blocks.laid is not None
+
+
+def test_what_something_else_left_reserved_is_not_the_step_s_fault() -> None:
+    loop = Loop(ModelAllocator(), statements("a+100 | b+20"), statements("b- | a-"), is_expected=False)
+    loop.limit_bytes = loop.blocks.watch.limit_bytes = 200 * MIB
+    loop.do((("weights", 30.0), ("evaluation", 500.0), ("evaluation", 0.0)))
+    reserved = loop.allocator.reserved
+    loop.steps(40)
+    assert 0 < loop.hooked_calls <= 12
+    assert loop.notes == []
+    assert loop.allocator.reserved == reserved
+    assert loop.allocator.entries is None
+
+
+def test_an_evaluation_that_maps_memory_anew_is_not_the_step_s_fault() -> None:
+    loop = Loop(
+        ModelAllocator(cap_bytes=300 * MIB),
+        statements("a+100 | b+20"),
+        statements("b- | a-"),
+        behind=(("evaluation", 190.0), ("evaluation", 0.0), ("other", 250.0), ("other", 0.0)),
+        is_expected=False,
+    )
+    loop.do((("weights", 30.0),))
+    loop.steps(1)
+    assert loop.allocator.remaps
+    loop.behind = ()
+    loop.steps(SETTLED_STEPS)
+    loop.do((("other", 260.0), ("other", 0.0)))
+    loop.steps(3)
+    assert loop.notes == []
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -125,3 +125,26 @@ def test_plugs_are_given_back_where_a_backward_fails() -> None:
     assert torch.cuda.memory_allocated() <= before
     training.run(3)
     assert not training.blocks._held
+
+
+def test_steps_that_are_seen_to_take_too_much_are_laid(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inductor_graphs, "is_scattered", lambda *_: False)
+    model, x = transformer()
+    budget = int(keep_all_peak(model, x, "inductor") * 0.8)
+    training = Training(model, x, **planned(budget, "inductor"))
+    training.run(2 * WARM)
+    blocks = training.blocks
+    reserved, retries = blocks.allocator.pressure()
+    stats = torch.cuda.memory_stats()
+    assert (reserved, retries) == (stats["reserved_bytes.large_pool.current"], stats["num_alloc_retries"])
+    assert reserved <= blocks.allocator.limit_bytes() <= torch.cuda.get_device_properties(0).total_memory
+    blocks.watch.limit_bytes = 0
+    expected = training.run(2)
+    found = training.run(16)  # looks have become rare
+    notes = fxhome.plans()[0].notes
+    print(notes)
+    assert blocks.hooks > 0
+    assert any(note.startswith("the allocator took") for note in notes)
+    assert blocks.laid is not None or "takes less" in notes[-1]
+    assert blocks.failures == 0
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
