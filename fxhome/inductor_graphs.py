@@ -203,6 +203,11 @@ def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: Co
     if not keeps_freed_blocks(planned):
         return None
     is_expected, note = False, ""
+    outside = plan.resident_bytes + situation.error_bound_bytes
+    if known.least_cap_bytes is not None and known.least_cap_bytes + outside > cap_of(plan.budget_bytes):
+        least = format_bytes(known.least_cap_bytes + outside)
+        first = f"until its blocks are laid, the allocator needs {least}: with less, a first step runs out of memory"
+        plan = planned.plan = replace(plan, notes=(*plan.notes, first))
     if known.reserved_bytes is not None and known.packed_bytes is not None:
         scattered = known.reserved_bytes + plan.resident_bytes
         is_expected = is_scattered(scattered + situation.error_bound_bytes, plan.budget_bytes)

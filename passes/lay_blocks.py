@@ -28,6 +28,9 @@ AGAIN_ROUNDS = 50
 MAX_SEEDS = 6
 ENOUGH_SHARE = 0.02
 """Packings that are tried, at most, until one can be steered to within so much of what is alive at once, and fits."""
+FEW_SEEDS = 3
+HOPELESS_SHARE = 0.1
+"""After so many, packings that are still farther from it than this are not followed by more: they differ by less."""
 MAX_EXTENTS = 9
 EXTENT_SHARE = 0.004
 """How much more is mapped where a step does not fit into what its packing needs; then twice that, and so on."""
@@ -173,6 +176,8 @@ def lay_anew(
         if found is not None and (best is None or found[0].size_bytes < best[0].size_bytes):
             best = found
         if best is not None and best[0].size_bytes <= min(room_bytes, least_bytes * (1 + ENOUGH_SHARE)):
+            break
+        if seed + 1 == FEW_SEEDS and (best is None or best[0].size_bytes > least_bytes * (1 + HOPELESS_SHARE)):
             break
     if best is None or best[0].size_bytes > room_bytes:
         raise NoRoomError(f"no packing of its blocks was found that fits into {format_bytes(most_bytes)}")
