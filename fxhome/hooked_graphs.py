@@ -1,4 +1,6 @@
-"""The two compiled graphs of a plan, with hooks at every statement that may allocate: see placed_blocks.py."""
+"""The two compiled graphs of a plan, with hooks at every statement that may allocate (placed_blocks.py), and timed
+(host_timer.py).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +11,7 @@ from typing import Any
 from torch.fx.graph_module import GraphModule
 
 from fxhome.generated_code import HookError, generated, hook
+from fxhome.host_timer import BACKWARD, FORWARD, HostTimer
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.raw_allocator import Allocator
 
@@ -49,3 +52,28 @@ def place_blocks(compiled: CompiledGraphs, allocator: Allocator) -> PlacedBlocks
     for put, call in changes:
         put(call)
     return blocks
+
+
+def time_host(compiled: CompiledGraphs, timer: HostTimer) -> bool:
+    """Let a timer time both graphs, until it has seen enough; False where they are called in a way that is not known,
+    or where there are not two.
+    """
+    inside: list[tuple[Callable[[Callable[..., Any]], None], Callable[..., Any]]] = []
+    if compiled.forward is None or compiled.backward is None:
+        return False
+    try:
+        for graph in (compiled.forward, compiled.backward):
+            call, put = generated(graph)
+            inside.append((put, call))
+    except HookError as reason:
+        log.info("fxhome: what the host spends in real steps is not timed: %s", reason)
+        return False
+    for side, (put, call) in zip((FORWARD, BACKWARD), inside, strict=True):
+        put(timer.timed(call, side))
+
+    def release() -> None:
+        for put, call in inside:
+            put(call)
+
+    timer.release = release
+    return True

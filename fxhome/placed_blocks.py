@@ -107,6 +107,11 @@ class PlacedBlocks:
         self._layout: Layout | None = None
         self._state: dict[int, tuple[int, int]] = {}
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether this step's allocations are recorded, or those of one that is looked at when the next one begins."""
+        return self._mode is _Mode.RECORDING
+
     # What the generated code calls.
 
     def at(self, hook: int) -> None:

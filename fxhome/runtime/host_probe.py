@@ -23,8 +23,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxhome.device import HostCosts
 from fxhome.host_clock import Sweeper, undisturbed
+from fxhome.host_costs import HostCosts
 from fxhome.runtime import codec_ops, ops
 from fxhome.runtime.compile_apart import outside_of_compilation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxhome.device import HostCosts
+from fxhome.host_costs import HostCosts
 from fxhome.runtime import host_probe
 from fxhome.runtime.compile_apart import outside_of_compilation
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fxhome.device import HostCosts
+from fxhome.host_costs import HostCosts
 from fxhome.runtime.host_probe import measure_host_costs
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
