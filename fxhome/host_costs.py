@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields, replace
 
 MAX_GRAPHS = 32
 """The graphs timed last that count."""
+MOST_TIMES = 5.0
+"""Above this, launches are not what a graph's time went to: something in it computes on the host, or waits."""
 CLEARLY_LESS = 0.9
 """How much less a graph's launches must take than before to count anew. What is not clear must change no figure: with
 other figures the next process may make another plan, and nothing that was compiled for this one is found again.
@@ -82,11 +84,13 @@ class HostCosts:
 
     def with_steps(self, found: tuple[TimedGraph, ...]) -> HostCosts:
         """The same costs with more timed graphs. Of one graph the shorter time counts: whatever else runs on the host
-        only ever adds; it replaces the one that is known where it is clearly shorter.
+        only ever adds; it replaces the one that is known where it is clearly shorter. Above MOST_TIMES none counts.
         """
         known = {timed.graph: timed for timed in self.steps}
         for timed in found:
             before = known.get(timed.graph)
+            if _ratio(timed) > MOST_TIMES:
+                continue
             if before is None or _ratio(timed) < CLEARLY_LESS * _ratio(before):
                 known.pop(timed.graph, None)
                 known[timed.graph] = timed

@@ -48,7 +48,7 @@ class LoweredGraphs:
     call: Callable[..., Any]
     predicted_bytes: int
     blocks: PlacedBlocks | None
-    timer: HostTimer | None
+    timer: HostTimer | None = None
 
 
 class DecidedError(BaseException):

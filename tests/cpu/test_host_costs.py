@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from fxhome.host_costs import CLEARLY_LESS, MAX_GRAPHS, HostCosts, TimedGraph, merge_hosts
+from fxhome.host_costs import CLEARLY_LESS, MAX_GRAPHS, MOST_TIMES, HostCosts, TimedGraph, merge_hosts
 from fxhome.json_codec import decode, encode
 from tests.host_tools import host_costs
 
@@ -36,6 +36,12 @@ def test_of_one_graph_the_shorter_time_counts_where_it_is_clearly_shorter() -> N
     assert known.with_steps((timed("a", 9000.0),)) is known
     assert known.with_steps((slightly,)) is known
     assert known.with_steps((clearly,)).steps == (timed("b", 1000.0), clearly)
+
+
+def test_what_cannot_be_launches_is_not_taken_for_them() -> None:
+    known = host_costs(timed("a", 2000.0))
+    assert known.with_steps((timed("b", 1000.0 * MOST_TIMES + 1.0),)) is known
+    assert known.with_steps((timed("b", 1000.0 * MOST_TIMES),)) is not known
 
 
 def test_the_graphs_timed_last_count() -> None:

@@ -23,6 +23,7 @@ from tests.host_tools import Machine, host_costs
 
 CALL_US = 50_000.0
 """What every call of a compiled graph is made to take."""
+LAUNCH_US = 400.0
 UNTIL_TOLD = 1 + SKIPPED_CALLS + SAMPLES
 
 
@@ -45,7 +46,8 @@ class Hosted:
 
 @pytest.fixture(params=["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def hosted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Hosted:
-    seen = Hosted(Ticking(), host_costs(inner=request.param), [])
+    costs = host_costs(inner=request.param, **dict.fromkeys(("kernel_us", "library_us"), LAUNCH_US))
+    seen = Hosted(Ticking(), costs, [])
 
     def profile(device: torch.device, inner: str) -> Any:
         return dataclasses.replace(cached_profile(device), host=(seen.costs,))
@@ -112,6 +114,7 @@ def test_the_next_plan_reckons_with_it(hosted: Hosted) -> None:
         step()
     ((_, _, timed),) = hosted.kept
     hosted.costs = hosted.costs.with_steps((timed,))
+    assert hosted.costs.launch_factor > 1.1
     (told,) = fxhome.plans()
     graph = the_graph()
     graph.join(0)
