@@ -18,12 +18,25 @@ from fxhome.raw_allocator import Allocator
 log = logging.getLogger("fxhome")
 
 
+class Inside:
+    """What runs inside a graph that Inductor compiled; `put` something else there. Raises HookError where not known."""
+
+    def __init__(self, compiled: Any) -> None:
+        self.call, self._put = generated(compiled)
+
+    def put(self, call: Callable[..., Any]) -> None:
+        """Run this instead."""
+        self._put(call)
+        self.call = call
+
+
 class CompiledGraphs:
     """Inductor's inner compiler that keeps what it made, by direction."""
 
     def __init__(self) -> None:
         self.forward: Any = None
         self.backward: Any = None
+        self._insides: tuple[Inside, Inside] | None = None
 
     def compile(self, graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Any:
         """Compile one graph as Inductor does."""
@@ -36,44 +49,49 @@ class CompiledGraphs:
             self.forward = compiled
         return compiled
 
+    @property
+    def insides(self) -> tuple[Inside, Inside]:
+        """Of the forward and the backward, the same two each time. Raises HookError where one is not there or not known
+        as Inductor's.
+        """
+        if self.forward is None or self.backward is None:
+            raise HookError("there is no forward and backward")
+        if self._insides is None:
+            self._insides = Inside(self.forward), Inside(self.backward)
+        return self._insides
+
 
 def place_blocks(compiled: CompiledGraphs, allocator: Allocator) -> PlacedBlocks | str:
     """Hook both graphs; or the reason why they stay as they are."""
     blocks = PlacedBlocks(allocator)
-    changes: list[tuple[Callable[[Callable[..., Any]], None], Callable[..., Any]]] = []
+    hooked: list[Callable[..., Any]] = []
     try:
-        for graph, told in ((compiled.forward, blocks.forward), (compiled.backward, blocks.backward)):
-            call, put = generated(graph)
-            hooked, blocks.hooks = hook(call, blocks.at, blocks.hooks)
-            changes.append((put, told(hooked)))
+        for inside in compiled.insides:
+            call, blocks.hooks = hook(inside.call, blocks.at, blocks.hooks)
+            hooked.append(call)
     except HookError as reason:
         log.warning("fxhome: blocks are left to the allocator: %s", reason)
         return str(reason)
-    for put, call in changes:
-        put(call)
+    ahead, back = compiled.insides
+    ahead.put(blocks.forward(hooked[0]))
+    back.put(blocks.backward(hooked[1]))
     return blocks
 
 
 def time_host(compiled: CompiledGraphs, timer: HostTimer) -> bool:
-    """Let a timer time both graphs, until it has seen enough; False where they are called in a way that is not known,
-    or where there are not two.
-    """
-    inside: list[tuple[Callable[[Callable[..., Any]], None], Callable[..., Any]]] = []
-    if compiled.forward is None or compiled.backward is None:
-        return False
+    """Let a timer time both graphs, hooks included, until it has seen enough; False where they are not known."""
     try:
-        for graph in (compiled.forward, compiled.backward):
-            call, put = generated(graph)
-            inside.append((put, call))
+        insides = compiled.insides
     except HookError as reason:
         log.info("fxhome: what the host spends in real steps is not timed: %s", reason)
         return False
-    for side, (put, call) in zip((FORWARD, BACKWARD), inside, strict=True):
-        put(timer.timed(call, side))
+    before = [inside.call for inside in insides]
 
     def release() -> None:
-        for put, call in inside:
-            put(call)
+        for inside, call in zip(insides, before, strict=True):
+            inside.put(call)
 
+    for side, inside in zip((FORWARD, BACKWARD), insides, strict=True):
+        inside.put(timer.timed(inside.call, side))
     timer.release = release
     return True

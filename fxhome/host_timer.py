@@ -125,5 +125,6 @@ class HostTimer:
             return None
         self._is_released = True
         self.release()
+        self.release = lambda: None  # it knows the graphs, which know this
         ahead, back = (undisturbed(times) if len(times) >= SAMPLES else None for times in self._times_us)
         return ahead, back
