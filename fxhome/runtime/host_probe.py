@@ -102,13 +102,13 @@ def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]
     """
     more = STEP if "view" in kinds else 0
     widths = [SIDE + STEP * i for i in range(length + 1)]
-    lines = ["a = b = c = side"] if "kernel" in kinds else []
+    lines = ["a = b = side"] if "kernel" in kinds else []
     for i, width in enumerate(widths[1:]):
         lines.append(f"x = torch.mm(x, w[{i}])")
         if "kernel" in kinds and inner == "inductor":
-            # As in real steps: some five pointers, and a block of its own for what it writes, since the product that
+            # As in real steps: some four pointers, and a block of its own for what it writes, since the product that
             # it reads is read again. A constant of its own makes it a kernel of its own.
-            lines.append(f"x, a, b, c = x * {(i + 1) / 1024} + a[:, :1] + b[:, :1] + c[:, :1], x, a, b")
+            lines.append(f"x, a, b = x * {(i + 1) / 1024} + a[:, :1] + b[:, :1], x, a")
         elif "kernel" in kinds:
             lines.append(f"x = torch.add(x, {(i + 1) / 1024})")
         if "view" in kinds:
