@@ -8,9 +8,10 @@ Nothing waits for the device. Where the device is behind, the host may have to w
 queue that holds about a thousand. Such a time says nothing of the host, and steps cannot be told by their length (a
 step that the host binds is as long as the host's work, and so is one that the device binds once the queue is full). So
 a call counts only where the queue cannot have been full: the stream had nothing left to do when the call began, or when
-the forward before it began, and no more was launched from there on than the queue surely holds. A graph of more
-launches than that is not timed, however much faster its device is. A call in which the allocator asked the driver for
-memory, or gave some back, may have waited as well; one whose allocations were recorded took longer than others.
+the forward before it began, and no more was launched from there on than the queue surely holds. Graphs of more launches
+are not timed, however fast their device is, nor are steps at whose start the device is always behind (those that it
+binds, where nobody waits for a loss). A call in which the allocator asked the driver for memory, or gave some back, may
+have waited as well; one whose allocations were recorded took longer than others.
 
 The lower quartile of what is left is taken, as for everything else that is measured of the host.
 
@@ -31,7 +32,7 @@ from fxhome.host_clock import undisturbed
 FORWARD, BACKWARD = range(2)
 SKIPPED_CALLS = 1
 SAMPLES = 4
-MAX_CALLS = 24
+MAX_CALLS = 100
 QUEUE_LAUNCHES = 800
 """What surely fits into a queue of 1,024, with room for what others launch between a forward and its backward."""
 
@@ -98,14 +99,15 @@ class HostTimer:
             self._queued = 0.0
         elif side == FORWARD:
             self._queued = math.inf
-        is_recorded, memory_calls = self.is_recorded(), self._device.memory_calls()
+        self._queued += self._launches[side]
+        self._calls[side] += 1
+        if self._calls[side] <= SKIPPED_CALLS or self._queued > QUEUE_LAUNCHES or self.is_recorded():
+            return call(args)
+        memory_calls = self._device.memory_calls()
         begin = self._clock()
         result = call(args)
         taken_us = (self._clock() - begin) * 1e6
-        self._queued += self._launches[side]
-        self._calls[side] += 1
-        disturbed = is_recorded or self.is_recorded() or self._device.memory_calls() != memory_calls
-        if self._calls[side] > SKIPPED_CALLS and self._queued <= QUEUE_LAUNCHES and not disturbed:
+        if self._device.memory_calls() == memory_calls and not self.is_recorded():
             self._times_us[side].append(taken_us)
         return result
 

@@ -15,7 +15,7 @@ import fxhome
 from fxhome import ledger
 from fxhome.device import cached_profile
 from fxhome.host_costs import HostCosts, TimedGraph
-from fxhome.host_timer import SAMPLES, SKIPPED_CALLS, HostTimer
+from fxhome.host_timer import MAX_CALLS, SAMPLES, SKIPPED_CALLS, HostTimer
 from fxhome.managed_graph import ManagedGraph
 from fxhome.placement import Placement
 from tests.hazard_tools import compile_step, fresh
@@ -133,7 +133,7 @@ def test_a_device_that_is_always_behind_leaves_the_plan_as_it_is(hosted: Hosted)
     step = training(hosted.costs.inner)
     step()
     (first,) = fxhome.plans()
-    for _ in range(UNTIL_TOLD + 24):
+    for _ in range(MAX_CALLS + 2):
         step()
     assert fxhome.plans() == [first]
     assert hosted.kept == []
