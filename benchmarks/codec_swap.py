@@ -34,7 +34,9 @@ VARIANTS: dict[str, tuple[tuple[int, ...], bool | str]] = {
     "plain": (SWAPPED, False),
     "lossless": (SWAPPED_ENCODED, False),
     "lossy int8": (SWAPPED_ENCODED, "int8"),
+    "lossy int4": (SWAPPED_ENCODED, "int4"),
 }
+COMPRESSED = tuple(variant for variant in VARIANTS if variant not in ("kept", "plain"))
 
 
 class Photographs:
@@ -259,7 +261,7 @@ def swap_latency(
                     totals[key] = totals.get(key, 0.0) + found[f"{kind}_ms"]
                 row: dict[str, Any] = {"saved_mib": placed.saved_bytes / 2**20, **found}
                 row["exposed_ms"] = found["step_ms"] - base["step_ms"]
-                if variant not in ("kept", "plain"):
+                if variant in COMPRESSED:
                     row |= reductions(found, plain)
                     row["exposed_less"] = 1 - row["exposed_ms"] / max(1e-9, plain["step_ms"] - base["step_ms"])
                     row["mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.bytes_by_codec.items()}
@@ -277,7 +279,7 @@ def swap_latency(
         }
         for found in sums.values():
             found["swap_ms"] = sum(found.values())
-        for variant in ("lossless", "lossy int8"):
+        for variant in COMPRESSED:
             say("all networks", f"{precision} {variant}", **sums[variant], **reductions(sums[variant], sums["plain"]))
 
 

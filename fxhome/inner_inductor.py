@@ -15,6 +15,7 @@ Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, b
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -108,8 +109,8 @@ def _hold_budget(
 ) -> Variant:
     """Plan until the lowered peak is in the budget. `fallback`: a plan is known, so the smallest one is not tried."""
     first = situation
-    for attempt in range(MAX_REPLANS + 1):
-        if attempt == MAX_REPLANS:
+    for attempt in itertools.count():
+        if attempt == MAX_REPLANS and not situation.smallest:
             # Nothing faster fits once lowered: the smallest plan does, if the budget can be met at all.
             situation = _for_the_smallest(first, situation)
         if situation.smallest and fallback:
@@ -152,10 +153,18 @@ def _hold_budget(
             "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: %s",
             format_bytes(predicted),
             format_bytes(over),
-            "nothing smaller is known" if situation.smallest else "planning again with that margin",
+            "nothing smaller is known"
+            if situation.tightest
+            else "planning again with its copies out of the way"
+            if situation.smallest
+            else "planning again with that margin",
         )
-        if situation.smallest:
+        if situation.tightest:
             break
+        if situation.smallest:
+            # A copy that ends late makes no difference by the model, and may once lowered.
+            situation = replace(situation, tightest=True)
+            continue
         more = missed + over // 8 if missed > 0 else situation.lowering_bytes + over
         if attempt:
             more = max(more, situation.lowering_bytes + 2 * over + planned.plan.budget_bytes // GENEROUS)
@@ -204,7 +213,7 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
     """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way; nothing is compiled."""
     from torch._inductor.compile_fx import compile_fx_inner
 
-    planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True))
+    planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True, tightest=True))
     assert planned is not None, "what was refused has a backward"
     check = ScheduleCheck(
         planned.plan.program, planned.workspace_by_node, 0, 0, stops_over_limit=False, only_measures=True

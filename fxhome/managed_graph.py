@@ -122,9 +122,10 @@ class Session:
 
     def with_frugal_benchmarks(self) -> ExitStack:
         """In the metered step of generated kernels: trying them out must not take memory that no plan knows of."""
-        plan = self.variant.plan
-        if self.metered and plan is not None and plan.inner == "inductor":
-            self.benchmarks.enter_context(frugal_benchmarks())
+        plan, planned = self.variant.plan, self.variant.planned
+        if self.metered and plan is not None and planned is not None and plan.inner == "inductor":
+            is_cuda = planned.facts.planned_for == "cuda"
+            self.benchmarks.enter_context(frugal_benchmarks(plan.predicted_peak_bytes if is_cuda else None))
         return self.benchmarks
 
     def metering(self) -> AbstractContextManager[object]:

@@ -90,6 +90,8 @@ class Situation:
     """Storages that the compiler lays out otherwise than the graph records: neither moved nor encoded."""
     smallest: bool = False
     """Do not search: the smallest plan that is known, whatever it costs and whether or not it fits."""
+    tightest: bool = False
+    """Schedule the copies of the smallest plan as if no byte more than its own peak were there."""
     settled_bytes: int | None = None
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     observed_bytes: tuple[tuple[str, int], ...] = ()
@@ -388,7 +390,7 @@ def plan_graph(
         placement, result, stats, gap = runner.run(
             "search",
             lambda: (
-                _smallest(problem, options, budget, fixed)
+                _smallest(problem, options, 0 if situation.tightest else budget - fixed)
                 if situation.smallest
                 else _search(problem, facts, options, budget, fixed, stock_placement, resident, classes)
             ),
@@ -475,13 +477,11 @@ def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: in
     return budget.resolve(baseline_bytes), str(budget)
 
 
-def _smallest(
-    problem: Problem, options: Options, budget: int, fixed: int
-) -> tuple[Placements, SimResult, SearchStats, float | None]:
-    """The smallest plan that is known, with its copies scheduled for the budget or, over it, for its own peak."""
+def _smallest(problem: Problem, options: Options, room: int) -> tuple[Placements, SimResult, SearchStats, float | None]:
+    """The smallest plan that is known, with its copies scheduled for the room or, over it, for its own peak."""
     begin = time.perf_counter()
     peak, placement = minimum_peak(problem, options.seed)
-    result = simulate(problem, placement, max(peak, budget - fixed))
+    result = simulate(problem, placement, max(peak, room))
     stats = SearchStats("smallest", options.seed, 0, time.perf_counter() - begin, "nothing faster fits once lowered")
     return placement, result, stats, None
 

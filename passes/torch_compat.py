@@ -184,15 +184,57 @@ def chooses_channels_last(forward: GraphModule) -> bool:
 
 
 @contextlib.contextmanager
-def frugal_benchmarks() -> Iterator[None]:
-    """Inductor tries kernels beside a buffer of the device's cache size, which no plan knows of: not in here."""
+def frugal_benchmarks(limit_bytes: int | None = None) -> Iterator[None]:
+    """Inductor tries a kernel's variants on the step's own tensors: that takes no memory in here that no plan knows of.
+
+    It does so beside a buffer of the device's cache size (in here beside none), and on copies of what the kernel
+    overwrites. In a forward it makes those on the device whatever that takes. In here they go to the host where
+    torch would have more than `limit_bytes` allocated with them (CUDA only; None: left as it is).
+    """
     module: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
     own = vars(module.benchmarker)
     before = own.get("L2_cache_size")
     own["L2_cache_size"] = 512
     try:
-        yield
+        with _copies_within(limit_bytes) if limit_bytes is not None else contextlib.nullcontext():
+            yield
     finally:
         own.pop("L2_cache_size")
         if before is not None:
             own["L2_cache_size"] = before
+
+
+_COPY_GRANULE_BYTES = 1 << 20
+"""What a copy may take of the allocator beyond its size."""
+
+
+@contextlib.contextmanager
+def _copies_within(limit_bytes: int) -> Iterator[None]:
+    heuristics: Any = importlib.import_module("torch._inductor.runtime.triton_heuristics")
+    tuner: Any = heuristics.CachingAutotuner
+    original = tuner.copy_args_to_cpu_if_needed
+    on_the_host = False
+
+    def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal on_the_host
+        named = [*zip(self.fn.arg_names, args, strict=False), *kwargs.items()]
+        copied = [value for name, value in named if name in self.mutated_arg_names and isinstance(value, torch.Tensor)]
+        copies_bytes = sum(value.untyped_storage().nbytes() + _COPY_GRANULE_BYTES for value in copied)
+        if torch.cuda.memory_allocated() + copies_bytes <= limit_bytes:
+            return {}
+        is_asked, self.optimize_mem = self.optimize_mem, True
+        try:
+            chosen = original(self, *args, **kwargs)
+        finally:
+            self.optimize_mem = is_asked
+        on_the_host = on_the_host or bool(chosen)
+        return chosen
+
+    tuner.copy_args_to_cpu_if_needed = choose
+    try:
+        yield
+    finally:
+        tuner.copy_args_to_cpu_if_needed = original
+        if on_the_host:
+            # Pinned copies as large as activations: nothing asks for such again.
+            torch._C._host_emptyCache()

@@ -16,9 +16,10 @@ from torch import nn
 from torch._inductor.utils import run_and_get_code
 
 import fxhome
-from fxhome import inductor_graphs, ledger
+from fxhome import inductor_graphs, inner_inductor, ledger
 from fxhome.backend import fxhome as backend
-from fxhome.passes.inductor_check import ScheduleCheck
+from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
+from fxhome.passes.lowered_buffers import LoweredPeak
 
 pytestmark = pytest.mark.slow  # each case compiles C++
 
@@ -171,6 +172,30 @@ def test_the_minimum_that_a_refusal_names_holds_once_lowered(checks: list[Schedu
     assert plan.predicted_peak_bytes <= minimum
     # Nor is it far more than what is needed: a small model's minimum must not exceed its baseline.
     assert minimum - plan.predicted_peak_bytes < 1 << 20
+
+
+def test_the_smallest_plan_is_tried_again_with_its_copies_out_of_the_way(
+    checks: list[ScheduleCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A copy that ends late makes no difference by the model, and may once lowered: minima are named without."""
+    original, tried = inner_inductor.lower_and_check, []
+
+    def over(gm: Any, inputs: Any, planned: Any, situation: Any, *, closely: bool = True) -> Any:
+        tried.append((situation.smallest, situation.tightest))
+        if not situation.tightest:
+            raise OverLimitError(LoweredPeak(planned.plan.budget_bytes + 1, 0, "buf0"), is_backward=False)
+        return original(gm, inputs, planned, situation, closely=closely)
+
+    monkeypatch.setattr(inner_inductor, "lower_and_check", over)
+    torch.manual_seed(0)
+    model, x = Blocks(), torch.randn(512, 64)
+
+    step(model, x, backend=backend, options={"memory_budget": "70%", "inner": "inductor"})
+
+    assert tried[0] == (False, False)
+    assert tried[-2:] == [(True, False), (True, True)]
+    (plan,) = fxhome.plans()
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
 
 
 def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
