@@ -24,7 +24,8 @@ from typing import Any
 
 import torch
 
-from fxhome.device import DeviceProfile, HostCosts
+from fxhome.device import DeviceProfile
+from fxhome.host_costs import HostCosts
 from fxhome.passes.cost_model import op_signature
 
 ESTIMATED_HOST = HostCosts(

@@ -210,8 +210,10 @@ class Bench:
             norms = [p.grad.float().norm().double() for p in self.model.parameters() if p.grad is not None]
             figures["gradient_norm"] = float(torch.stack(norms).norm())
             if method.figures:
-                # What came of laying its blocks is said after a few steps.
-                method.figures["notes"] = self.promise()["notes"]
+                # What came of laying its blocks is said after a few steps, and what they told of the host.
+                method.figures["first_predicted_seconds"] = method.figures["predicted_seconds"]
+                later = self.promise()
+                method.figures |= {name: later[name] for name in ("notes", "predicted_seconds", "baseline_seconds")}
         if self.arguments.profile and self.device.type == "cuda":
             _print_profile(lambda: self.one(method.step))
         return figures

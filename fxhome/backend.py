@@ -19,7 +19,7 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.device import cached_profile
+from fxhome.device import DeviceProfile, cached_profile
 from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph, Variant
@@ -75,7 +75,7 @@ def managed(
     """The ManagedGraph of one Dynamo graph, its first variant compiled or refused."""
     _fail_at_recompile_limit()
     inner = options.inner or ("inductor" if device.type == "cuda" else "aot_eager")
-    profile = cached_profile(device, inner)
+    cached_profile(device, inner)  # measured now, where nothing is traced yet
     if device.type == "cuda":
         _allocate_library_workspaces(device)
     context = torch._guards.TracingContext.try_get()
@@ -86,7 +86,12 @@ def managed(
     announce = functools.cache(functools.partial(log.warning, "fxhome: %s"))
 
     def plan_step(
-        joint: GraphModule, joint_inputs: object, num_fwd_outputs: int, situation: Situation, static: list[int] | None
+        profile: DeviceProfile,
+        joint: GraphModule,
+        joint_inputs: object,
+        num_fwd_outputs: int,
+        situation: Situation,
+        static: list[int] | None,
     ) -> Planned:
         correct_recorded_values(joint)
 
@@ -108,15 +113,17 @@ def managed(
         return within_host(plan, host_pool().room_bytes(), announce, replayed=bool(stored))
 
     def compile_variant(graph: ManagedGraph, situation: Situation) -> Variant:
+        # Read again for every variant: steps that were timed may have told more of the host by now.
+        plan_variant = functools.partial(plan_step, cached_profile(device, inner))
         with torch._guards.tracing(context):
             if inner == "inductor":
                 from fxhome.inner_inductor import compile_inductor
 
-                variant = compile_inductor(gm, inputs, plan_step, situation)
+                variant = compile_inductor(gm, inputs, plan_variant, situation)
             else:
                 from fxhome.inner_eager import compile_eager
 
-                variant = compile_eager(gm, inputs, plan_step, situation, graph)
+                variant = compile_eager(gm, inputs, plan_variant, situation, graph)
         if variant.plan is not None:
             reserve_host(variant.plan, pinned=device.type == "cuda")
         return variant

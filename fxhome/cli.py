@@ -74,7 +74,7 @@ def parser() -> argparse.ArgumentParser:
     run = commands.add_parser("run", help="train a few steps without and with a plan, side by side")
     run.set_defaults(command=cli_commands.run)
     _add_model_arguments(run)
-    run.add_argument("--steps", type=int, default=3, metavar="K", help="timed steps (default: 3)")
+    run.add_argument("--steps", type=int, default=5, metavar="K", help="timed steps (default: 5)")
     run.add_argument("--device", metavar="D", help="cpu or cuda (default: cuda where there is one)")
     run.add_argument("--plan", metavar="PLAN", help="replay this plan file instead of searching")
     _add_output_arguments(run)

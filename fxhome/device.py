@@ -22,43 +22,14 @@ from pathlib import Path
 import torch
 
 from fxhome.errors import DeviceError
+from fxhome.host_costs import HostCosts, TimedGraph, merge_hosts
 from fxhome.json_codec import DecodeError, decode, encode
 from fxhome.progress import progress
 
-SCHEMA_VERSION = 3
+SCHEMA_VERSION = 4
 log = logging.getLogger("fxhome")
 
-
-@dataclasses.dataclass(frozen=True)
-class HostCosts:
-    """What the host spends on a training step before the device may start, under one inner compiler. Microseconds.
-
-    forward_us, backward_us: a step's start up to its first kernel, and from there between the forward and the backward.
-    input_us, gradient_us: what each input adds to the first (its guards, its passing on), each gradient to the second.
-    kernel_us: a generated kernel, or one eager operator. library_us: a matrix product. convolution_us: a convolution.
-    view_us: a view. swap_out_us and swap_in_us start a copy, wait_us waits for one; encode_us, decode_us: one codec.
-    """
-
-    inner: str  # "aot_eager" or "inductor"
-    forward_us: float
-    backward_us: float
-    input_us: float
-    gradient_us: float
-    kernel_us: float
-    library_us: float
-    convolution_us: float
-    view_us: float
-    swap_out_us: float
-    swap_in_us: float
-    wait_us: float
-    encode_us: float
-    decode_us: float
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            number = getattr(self, field.name)
-            if field.name != "inner" and not (math.isfinite(number) and number >= 0):
-                raise ValueError(f"{field.name} should be finite and not negative, got {number}")
+_Identity = tuple[str, str, tuple[tuple[str, str], ...]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +83,7 @@ class DeviceProfile:
         return hashlib.sha256(f"{self.kind}|{self.name}|{memory}".encode()).hexdigest()
 
     def to_json(self) -> str:
-        """The profile as a JSON document (schema 3)."""
+        """The profile as a JSON document (schema 4)."""
         return json.dumps({"schema": SCHEMA_VERSION, "device_profile": encode(self)}, indent=2) + "\n"
 
     def save(self, path: str | Path) -> None:
@@ -174,8 +145,7 @@ def cached_profile(device: torch.device | str, inner: str | None = None) -> Devi
     measured again and one that cannot be written is not kept; both are warned about once.
     """
     resolved = resolve_device(device)
-    identity = device_identity(resolved)
-    path = cache_directory() / f"device-{hashlib.sha256(repr(identity).encode()).hexdigest()[:16]}.json"
+    path, identity = _place(resolved)
     key = (str(path), identity)
     if key not in _measured:
         _measured[key] = _read_cache(path, identity) or _measure_and_store(resolved, path)
@@ -185,8 +155,22 @@ def cached_profile(device: torch.device | str, inner: str | None = None) -> Devi
         if _measured[key].host_costs(inner) is None:
             _left_out.add((resolved.type, inner))
         elif _measured[key] is not known:
-            _store(_measured[key], path)
+            _measured[key] = _store(_measured[key], path)
     return _measured[key]
+
+
+def keep_timed_graph(device: torch.device | str, inner: str, found: TimedGraph) -> None:
+    """Add what a graph's steps took of the host to the cached profile: the next plan here, or in a process that starts
+    later, reckons with it. Nothing where the host was never measured under `inner`.
+    """
+    path, identity = _place(resolve_device(device))
+    key = (str(path), identity)
+    profile = _measured.get(key)
+    costs = profile.host_costs(inner) if profile is not None else None
+    if profile is None or costs is None or (added := costs.with_steps((found,))) is costs:
+        return
+    host = tuple(added if entry is costs else entry for entry in profile.host)
+    _measured[key] = _store(dataclasses.replace(profile, host=host), path)
 
 
 def allocatable_bytes(device: torch.device) -> int:
@@ -250,7 +234,7 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return torch.device("cuda", index)
 
 
-def device_identity(device: torch.device) -> tuple[str, str, tuple[tuple[str, str], ...]]:
+def device_identity(device: torch.device) -> _Identity:
     """(kind, name, versions): what a measurement depends on. Needs a resolved device."""
     versions = [("torch", torch.__version__)]
     if device.type == "cuda":
@@ -264,11 +248,16 @@ def cache_directory() -> Path:
     return Path(given) if given else Path.home() / ".cache" / "fxhome"
 
 
-def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...]]) -> DeviceProfile | None:
+def _place(device: torch.device) -> tuple[Path, _Identity]:
+    """The file of a resolved device's cached profile, and what it must describe."""
+    identity = device_identity(device)
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
+    return cache_directory() / f"device-{digest}.json", identity
+
+
+def _read_cache(path: Path, identity: _Identity) -> DeviceProfile | None:
     try:
-        profile = _parse(path.read_text(encoding="utf-8"))
-        if (profile.kind, profile.name, profile.versions) != identity:
-            raise ValueError("it describes another device")
+        return _read(path, identity)
     except FileNotFoundError:
         return None
     except (OSError, ValueError) as error:
@@ -276,20 +265,33 @@ def _read_cache(path: Path, identity: tuple[str, str, tuple[tuple[str, str], ...
             f"fxhome: cached device profile {str(path)!r}: {error}; measuring again", RuntimeWarning, stacklevel=2
         )
         return None
+
+
+def _read(path: Path, identity: _Identity) -> DeviceProfile:
+    profile = _parse(path.read_text(encoding="utf-8"))
+    if (profile.kind, profile.name, profile.versions) != identity:
+        raise ValueError("it describes another device")
     return profile
 
 
 def _measure_and_store(device: torch.device, path: Path) -> DeviceProfile:
     with measuring_turn(device):
         profile = measure_profile(device)
-    _store(profile, path)
-    return profile
+    return _store(profile, path)
 
 
-def _store(profile: DeviceProfile, path: Path) -> None:
+def _store(profile: DeviceProfile, path: Path) -> DeviceProfile:
+    """Keep a profile together with what other processes have added to the file about the host; returns what is kept."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        profile.save(path)
+        with path.with_suffix(".lock").open("w") as turn:
+            with contextlib.suppress(OSError):  # where nothing can be locked, what was added at once is timed again
+                fcntl.flock(turn, fcntl.LOCK_EX)
+            # A file that cannot be read was warned about when it was to be used; it is written anew.
+            with contextlib.suppress(OSError, ValueError):
+                stored = _read(path, (profile.kind, profile.name, profile.versions))
+                profile = dataclasses.replace(profile, host=merge_hosts(profile.host, stored.host))
+            profile.save(path)
     except OSError as error:
         warnings.warn(
             f"fxhome: the device profile cannot be kept in {str(path)!r} ({error}) and will be measured again by the "
@@ -297,6 +299,7 @@ def _store(profile: DeviceProfile, path: Path) -> None:
             RuntimeWarning,
             stacklevel=2,
         )
+    return profile
 
 
 def _parse(text: str) -> DeviceProfile:

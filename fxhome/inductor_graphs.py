@@ -18,7 +18,8 @@ from torch._inductor.custom_graph_pass import CustomPartitionerFn
 from torch.fx.graph_module import GraphModule
 
 from fxhome.generated_code import HookError
-from fxhome.hooked_graphs import CompiledGraphs, place_blocks
+from fxhome.hooked_graphs import CompiledGraphs, place_blocks, time_host
+from fxhome.host_timer import CudaDevice, HostTimer
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
@@ -46,11 +47,14 @@ PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Pla
 
 @dataclass(frozen=True)
 class LoweredGraphs:
-    """The two graphs as one callable, their peak in bytes, and what lays their blocks where they are scattered."""
+    """The two graphs as one callable, their peak in bytes, what lays their blocks where they are scattered, and what
+    times the host in them where there is one.
+    """
 
     call: Callable[..., Any]
     predicted_bytes: int
     blocks: PlacedBlocks | None
+    timer: HostTimer | None = None
 
 
 class DecidedError(BaseException):
@@ -181,7 +185,8 @@ def lower_and_check(
     if predicted is None:
         if known is not None:
             predicted = planned.plan.resident_bytes + known.above_resident_bytes
-            return LoweredGraphs(call, predicted, _blocks(planned, situation, known, compiled))
+            blocks = _blocks(planned, situation, known, compiled)
+            return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled))
         compiled = CompiledGraphs()
         with torch._inductor.config.patch(fx_graph_cache=False):
             call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
@@ -194,7 +199,16 @@ def lower_and_check(
         check.forward,
         check.backward,
     )
-    return LoweredGraphs(call, predicted, _blocks(planned, situation, known, compiled))
+    blocks = _blocks(planned, situation, known, compiled)
+    return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled))
+
+
+def _timer(planned: Planned, compiled: CompiledGraphs) -> HostTimer | None:
+    """What times the host in both graphs, the hooks of their blocks included; None where there is no host to time."""
+    if planned.hosted is None:
+        return None
+    timer = HostTimer(planned.hosted.launches, CudaDevice())
+    return timer if time_host(compiled, timer) else None
 
 
 def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs) -> PlacedBlocks | None:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.fx.graph_module import GraphModule
 
+from fxhome.host_timer import BACKWARD, FORWARD, CudaDevice, HostTimer
 from fxhome.managed_graph import ManagedGraph, Variant
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.passes.torch_compat import boxed_callable, donate_nothing
@@ -24,17 +26,22 @@ def compile_eager(
     from torch._dynamo.backends.common import aot_autograd
 
     found: list[Planned] = []
+    timers: list[HostTimer] = []
 
     def partition(
         joint: GraphModule, inputs: object, *, num_fwd_outputs: int, **extra: Any
     ) -> tuple[GraphModule, GraphModule]:
         planned = plan_step(joint, inputs, num_fwd_outputs, situation, extra.get("static_lifetime_input_indices"))
         found.append(planned)
+        if planned.hosted is not None:
+            timers.append(HostTimer(planned.hosted.launches, CudaDevice(graph.device)))
         return planned.forward, planned.backward
 
-    def run_metered(module: GraphModule, _: Sequence[Any]) -> Any:
+    def run_metered(module: GraphModule, _: Sequence[Any], *, side: int) -> Any:
         donate_nothing()
         run = boxed_callable(module)
+        if timers:
+            run = timers[-1].timed(run, side)
 
         def call(args: list[Any]) -> Any:
             session = graph.current
@@ -49,9 +56,9 @@ def compile_eager(
         return call
 
     compiler = aot_autograd(
-        fw_compiler=run_metered,
-        bw_compiler=run_metered,
-        inference_compiler=run_metered,
+        fw_compiler=functools.partial(run_metered, side=FORWARD),
+        bw_compiler=functools.partial(run_metered, side=BACKWARD),
+        inference_compiler=functools.partial(run_metered, side=FORWARD),
         partition_fn=partition,
         keep_inference_input_mutations=True,
     )
@@ -60,4 +67,5 @@ def compile_eager(
     with torch._functorch.config.patch(donated_buffer=False):
         compiled: Callable[..., Any] = compiler(gm, example_inputs)
     planned = found[-1] if found else None
-    return Variant(compiled, situation, planned, planned.plan if planned is not None else None)
+    plan = planned.plan if planned is not None else None
+    return Variant(compiled, situation, planned, plan, timer=timers[-1] if timers else None)

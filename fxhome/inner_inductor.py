@@ -103,7 +103,7 @@ def compile_inductor(
     assert best is not None, "the first plan is returned, refused or found scattered"
     lowered = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
     plan = best.planned.plan = best.planned.checked(lowered.predicted_bytes)
-    return Variant(lowered.call, best.situation, best.planned, plan, blocks=lowered.blocks)
+    return Variant(lowered.call, best.situation, best.planned, plan, blocks=lowered.blocks, timer=lowered.timer)
 
 
 def _hold_budget(
@@ -149,7 +149,8 @@ def _hold_budget(
         missed = predicted - planned.plan.predicted_peak_bytes
         planned.plan = planned.checked(predicted)
         if lowered is not None and (over <= 0 or planned.is_best_effort):
-            return Variant(lowered.call, situation, planned, planned.plan, blocks=lowered.blocks)
+            blocks, timer = lowered.blocks, lowered.timer
+            return Variant(lowered.call, situation, planned, planned.plan, blocks=blocks, timer=timer)
         log.warning(
             "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: %s",
             format_bytes(predicted),

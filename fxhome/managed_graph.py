@@ -2,6 +2,7 @@
 
     entry of a forward:  what is resident?  -> a variant whose promise still holds, or a new one planned for it
     first step of a variant: metered        -> asked / predicted / measured; a broken promise is planned again, once
+    some steps behind it:    the host timed -> predicted by what it spends in real steps; nothing is planned again
 
 A variant is a plan with the two graphs compiled for it. Backwards already outstanding keep the variant they started
 with.
@@ -25,7 +26,9 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
+from fxhome.device import keep_timed_graph
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
+from fxhome.host_timer import HostTimer
 from fxhome.options import Options
 from fxhome.passes.pipeline import Planned, Situation
 from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
@@ -53,7 +56,7 @@ SPARED_BYTES = 8 << 20
 @dataclass(eq=False)
 class Variant:
     """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where they are
-    scattered.
+    scattered; `timer` times the host in its first steps where there is one beside the device.
     """
 
     call: Callable[..., Any]
@@ -62,11 +65,16 @@ class Variant:
     plan: Plan | None
     metered: bool = False
     blocks: PlacedBlocks | None = None
+    timer: HostTimer | None = None
 
     def __post_init__(self) -> None:
+        # Weakly: the compiled graphs hold the blocks and the timer, and the variant the graphs.
+        variant = weakref.ref(self)
+        if self.timer is not None:
+            self.timer.is_settled = lambda: (own := variant()) is not None and own.metered
+            if (blocks := self.blocks) is not None:
+                self.timer.is_recorded = lambda: blocks.is_recording
         if self.blocks is not None:
-            # Weakly: the compiled graphs hold the blocks, and the variant the graphs.
-            variant = weakref.ref(self)
             self.blocks.is_settled = lambda: (own := variant()) is not None and own.metered
             self.blocks.spare_bytes = lambda: _spare_bytes(variant())
             self.blocks.tell = lambda text: _add_note(variant(), text)
@@ -358,6 +366,7 @@ class ManagedGraph:
         if not session.metered:
             if variant.plan.measured_step_seconds is None and self.device.type == "cpu":
                 variant.plan = replace(variant.plan, measured_step_seconds=seconds)
+            self._time_host(variant)
             return
         variant.metered = True
         if self.device.type == "cuda":
@@ -372,6 +381,22 @@ class ManagedGraph:
         if not ledger.note_backward_done(self) and left_room and not self.was_joined:
             # No other graph came after it in this step: it has the budget for itself.
             self.join(0)
+
+    def _time_host(self, variant: Variant) -> None:
+        """Where the host was timed often enough, predict the plan's step by that, and keep it for plans to come."""
+        measured_us = variant.timer.finish() if variant.timer is not None else None
+        if measured_us is None:
+            return
+        assert variant.plan is not None
+        assert variant.planned is not None
+        assert variant.planned.hosted is not None, "what is not there is not timed"
+        told = variant.planned.hosted.told(variant.plan, measured_us)
+        if told is None:
+            log.debug("the host could not be timed in real steps: %s us in the forward and the backward", measured_us)
+            return
+        variant.plan, timed = told
+        log.debug("host in real steps: %s us in the forward and the backward, %s", measured_us, timed)
+        keep_timed_graph(self.device, variant.plan.inner, timed)
 
     @property
     def shares_budget(self) -> bool:

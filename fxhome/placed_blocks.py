@@ -150,6 +150,11 @@ class PlacedBlocks:
         """How many hooks there are in both calls; none before a step was recorded."""
         return self._hooked.hooks if self._hooked is not None else 0
 
+    @property
+    def is_recording(self) -> bool:
+        """Whether this step's allocations are recorded, or those of one that is looked at when the next one begins."""
+        return self._mode is _Mode.RECORDING
+
     # What the generated code calls.
 
     def at(self, hook: int) -> None:

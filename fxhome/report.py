@@ -80,7 +80,8 @@ def _profile_rows(value: object) -> Iterator[tuple[str, object]]:
         return
     for entry in value:
         if isinstance(entry, dict):
-            yield from ((f"{entry['inner']} {name}", figure) for name, figure in entry.items() if name != "inner")
+            figures = ((name, len(figure) if name == "steps" else figure) for name, figure in entry.items())
+            yield from ((f"{entry['inner']} {name}", figure) for name, figure in figures if name != "inner")
         else:
             yield entry
 

@@ -38,6 +38,7 @@ from fxhome.passes.cost_model import node_costs
 from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
+from fxhome.passes.host_calibration import HostedPlan, SimulatedRun
 from fxhome.passes.host_times import HostTimes, host_notes, host_times
 from fxhome.passes.insert_codecs import codecs_of, insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
@@ -128,6 +129,8 @@ class Planned:
     """The class of the operator behind each storage of `facts`."""
     layouts: Layouts = Layouts.TRACED
     """What was done to the convolutions of the graph before it was planned: `rewrite` does it again."""
+    hosted: HostedPlan | None = None
+    """The plan as it was simulated, where it has a host to wait for."""
 
     def smallest_peak_bytes(self) -> int:
         """The least graph bytes that a plan of this graph can do with."""
@@ -289,6 +292,7 @@ def plan_graph(
     stock_peak = graph_peak(*stock, num_fwd_outputs, facts.device_type, facts.planned_for, by_node)
     stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
     stock_run = simulate(problem, stock_placement, np.iinfo(np.int64).max)
+    baseline_run = SimulatedRun(stock_placement, stock_run, problem.link)
     if fusing:
         # The graphs say what is computed, not what a fusing compiler writes to memory: its model does.
         stock_bytes = stock_run.peak_bytes
@@ -301,6 +305,11 @@ def plan_graph(
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
+
+    def hosted(placement: Placements, result: SimResult) -> HostedPlan | None:
+        if host_costs is None:
+            return None
+        return HostedPlan(host_costs, facts.fingerprint, SimulatedRun(placement, result, problem.link), baseline_run)
 
     def finish(
         result: SimResult,
@@ -351,6 +360,7 @@ def plan_graph(
             step_seconds=runner.seconds,
             storage_class=tuple(storage_classes(work, facts)),
             layouts=layouts,
+            hosted=hosted(stock_placement, stock_run),
         )
 
     if _eases(facts, options, replay):
@@ -430,6 +440,7 @@ def plan_graph(
         step_seconds=runner.seconds,
         storage_class=tuple(classes),
         layouts=layouts,
+        hosted=hosted(placement, result),
     )
 
 

@@ -2,7 +2,7 @@
 
     chain of products, 4 and 16 long      -> the way in, and one product
     chain of products with something else -> that something
-    network of 4 and 16 parameters        -> what each parameter adds to a forward and to a backward
+    network of 4 and 32 parameters        -> what each parameter adds to a forward and to a backward
 
 Tensors are so small that the device is never what is waited for. No two generated kernels of a chain are the same, and
 the processor's caches are swept before every run: in a step hundreds of others lie between two launches of one kernel,
@@ -23,12 +23,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from fxhome.device import HostCosts
 from fxhome.host_clock import Sweeper, undisturbed
+from fxhome.host_costs import HostCosts
 from fxhome.runtime import codec_ops, ops
 from fxhome.runtime.compile_apart import outside_of_compilation
 
 SHORT, LONG = 4, 16
+FEW_AND_MANY = 4, 32
 SIDE, STEP = 64, 8
 WARMUP_RUNS = 4
 TIMED_RUNS = 40
@@ -56,23 +57,29 @@ def measure_host_costs(device: torch.device, inner: str) -> HostCosts:
 def _measure(device: torch.device, inner: str) -> HostCosts:
     kinds = ((), ("kernel",), ("view",), ("convolution",))
     chains = [_chain(device, inner, length, kind) for length, kind in ((SHORT, ()), *((LONG, kind) for kind in kinds))]
-    with torch.no_grad():
-        short, long, *more = (undisturbed(times) for times in in_turns(device, chains, inner))
-    library_us = max(0.0, (long - short) / (LONG - SHORT))
-    kernel_us, view_us, convolution_us = (max(0.0, (each - long) / LONG) for each in more)
     if device.type == "cuda":
         # The thread of backwards has no context until something is launched on it, of which cuBLAS warns.
         torch.ones(1, device=device, requires_grad=True).mul(2).sum().backward()
-    ahead, back = network_us(device, inner, (SHORT, LONG))
-    ahead_us, back_us = ((many - few) / (LONG - SHORT) for few, many in (ahead, back))
+    # All in one: a network's figures are taken from a chain's, and the host is slower at one time than at another.
+    with torch.enable_grad():
+        works = [*chains, *_networks(device, inner, FEW_AND_MANY)]
+        times = [undisturbed(each) for each in in_turns(device, works, inner)]
+    short, long, *more = times[: len(chains)]
+    library_us = max(0.0, (long - short) / (LONG - SHORT))
+    kernel_us, view_us, convolution_us = (max(0.0, (each - long) / LONG) for each in more)
+    ahead, back = times[len(chains) :: 2], times[len(chains) + 1 :: 2]
+    few, many = FEW_AND_MANY
+    ahead_us, back_us = ((of_many - of_few) / (many - few) for of_few, of_many in (ahead, back))
     input_us = max(0.0, ahead_us - library_us)
+    # Every convolution of a chain has its filter as an input more.
+    convolution_us = max(0.0, convolution_us - input_us)
     # The backward of a product: two products, each of a transposed operand.
     gradient_us = max(0.0, back_us - 2 * library_us - 2 * view_us)
     moved = {name: undisturbed(times) for name, times in transfer_us(device).items()}
     return HostCosts(
         inner=inner,
-        forward_us=max(0.0, ahead[0] - SHORT * ahead_us),
-        backward_us=max(0.0, back[0] - SHORT * back_us),
+        forward_us=max(0.0, ahead[0] - few * ahead_us),
+        backward_us=max(0.0, back[0] - few * back_us),
         input_us=input_us,
         gradient_us=gradient_us,
         kernel_us=kernel_us,
@@ -90,16 +97,20 @@ def _measure(device: torch.device, inner: str) -> HostCosts:
 def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]) -> Callable[[], object]:
     """A compiled chain of `length` products, each followed by one of every kind, ready to run.
 
-    kinds: "kernel" (a sum with a constant), "view" (some of the columns), "convolution" (of a tensor beside the chain).
+    kinds: "kernel" (one that Inductor generates, or one eager sum), "view" (some of the columns), "convolution" (of a
+    tensor beside the chain).
     """
     more = STEP if "view" in kinds else 0
     widths = [SIDE + STEP * i for i in range(length + 1)]
-    lines = []
+    lines = ["a = b = side"] if "kernel" in kinds else []
     for i, width in enumerate(widths[1:]):
         lines.append(f"x = torch.mm(x, w[{i}])")
-        if "kernel" in kinds:
-            # A constant of its own makes it a kernel of its own.
-            lines.append(f"x = torch.add(x, {i / 1024})")
+        if "kernel" in kinds and inner == "inductor":
+            # As in real steps: some four pointers, and a block of its own for what it writes, since the product that
+            # it reads is read again. A constant of its own makes it a kernel of its own.
+            lines.append(f"x, a, b = x * {(i + 1) / 1024} + a[:, :1] + b[:, :1], x, a")
+        elif "kernel" in kinds:
+            lines.append(f"x = torch.add(x, {(i + 1) / 1024})")
         if "view" in kinds:
             lines.append(f"x = x[:, :{width}]")
         if "convolution" in kinds:
@@ -114,18 +125,25 @@ def _chain(device: torch.device, inner: str, length: int, kinds: tuple[str, ...]
         return full(*sizes).to(memory_format=torch.channels_last)
 
     pairs = list(itertools.pairwise(widths))
-    arguments = (
-        full(SIDE, widths[0]),
-        [full(before, after + more) for before, after in pairs],
-        channels_last(2, widths[0], 8, 8),
-        [channels_last(after, before, 3, 3) for before, after in pairs] if "convolution" in kinds else [],
-    )
-    run = _compiled(_module("x, w, image, filters", lines, results), inner)
-    return lambda: run(*arguments)
+    arguments = {
+        "x": full(SIDE, widths[0]),
+        "w": [full(before, after + more) for before, after in pairs],
+        "image": channels_last(2, widths[0], 8, 8),
+        "filters": [channels_last(after, before, 3, 3) for before, after in pairs] if "convolution" in kinds else [],
+        "side": full(SIDE, 1),
+    }
+    run = _compiled(_module(", ".join(arguments), lines, results), inner)
+    given = tuple(arguments.values())
+
+    def work() -> object:
+        with torch.no_grad():
+            return run(*given)
+
+    return work
 
 
-def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[list[float], list[float]]:
-    """Host us of the forward and of the backward, gradients included, of compiled chains of products, by size.
+def _networks(device: torch.device, inner: str, sizes: Sequence[int]) -> list[Callable[[], None]]:
+    """The forward of each compiled chain of products, and behind it its backward, gradients included, ready to run.
 
     sizes: how many products, each with a parameter of its own.
     """
@@ -144,10 +162,7 @@ def network_us(device: torch.device, inner: str, sizes: Sequence[int]) -> tuple[
     def back(index: int) -> None:
         results.pop().backward(upstreams[index])
 
-    works = [functools.partial(work, index) for index in range(len(sizes)) for work in (ahead, back)]
-    with torch.enable_grad():
-        times = [undisturbed(each) for each in in_turns(device, works, inner)]
-    return times[::2], times[1::2]
+    return [functools.partial(work, index) for index in range(len(sizes)) for work in (ahead, back)]
 
 
 def _network(device: torch.device, parameters: int) -> nn.Module:

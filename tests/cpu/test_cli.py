@@ -17,8 +17,8 @@ from torch import nn
 import fxhome
 from fxhome import cli, cli_run
 from fxhome.cuda_kernels.errors import CodecUnavailableError
-from fxhome.device import HostCosts
 from fxhome.errors import GraphRuleError, InfeasibleBudgetError
+from fxhome.host_costs import HostCosts
 from fxhome.placement import Plan, load_plans
 from tests.plan_strategies import EXAMPLE, MIB
 
@@ -135,7 +135,7 @@ def profile_file(tmp_path: Path) -> str:
 
 
 def host_costs(inner: str) -> HostCosts:
-    return HostCosts(inner, *[1.0] * (len(dataclasses.fields(HostCosts)) - 1))
+    return HostCosts(inner, *[1.0] * (len(dataclasses.fields(HostCosts)) - 2))
 
 
 def raiser(error: BaseException) -> Callable[..., Any]:

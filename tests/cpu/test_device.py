@@ -14,9 +14,11 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from fxhome import device as device_module
-from fxhome.device import DeviceProfile, HostCosts, cached_profile, measure_profile, resolve_device
+from fxhome.device import DeviceProfile, cached_profile, keep_timed_graph, measure_profile, resolve_device
 from fxhome.errors import DeviceError
+from fxhome.host_costs import HostCosts, TimedGraph
 from fxhome.runtime import probe
+from tests.host_tools import host_costs
 
 PROFILE = DeviceProfile(
     name="Some GPU",
@@ -70,6 +72,7 @@ def test_save_and_load_give_the_same_profile(tmp_path: Path) -> None:
         "not json",
         "[]",
         "{}",
+        '{"schema": 4, "device_profile": {}}',
         '{"schema": 3, "device_profile": {}}',
         '{"schema": 2, "device_profile": {}}',
         '{"schema": 1, "device_profile": {}}',
@@ -183,9 +186,7 @@ def test_a_device_without_room_to_be_measured_is_one_error(monkeypatch: pytest.M
         measure_profile("cpu")
 
 
-def host_costs(inner: str, **figures: float) -> HostCosts:
-    names = [field.name for field in dataclasses.fields(HostCosts)][1:]
-    return HostCosts(inner, **(dict.fromkeys(names, 1.0) | figures))
+A_STEP = TimedGraph("a graph", 2000.0, 1000.0)
 
 
 @pytest.fixture
@@ -195,7 +196,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     def measure(device: torch.device, inner: str) -> HostCosts:
         asked.append(inner)
-        return host_costs(inner)
+        return host_costs(inner=inner)
 
     monkeypatch.setattr(device_module, "resolve_device", lambda _: torch.device("cuda", 0))
     monkeypatch.setattr(device_module, "device_identity", lambda _: ("cuda", PROFILE.name, PROFILE.versions))
@@ -209,11 +210,11 @@ def test_a_hosts_costs_are_measured_once_for_each_inner_compiler(
     cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert cached_profile("cuda").host == ()
-    assert cached_profile("cuda", "inductor").host == (host_costs("inductor"),)
+    assert cached_profile("cuda", "inductor").host == (host_costs(inner="inductor"),)
     monkeypatch.setattr(device_module, "_measured", {})  # what a new process starts with
     found = cached_profile("cuda", "aot_eager")
-    assert found.host == (host_costs("inductor"), host_costs("aot_eager"))
-    assert (found.host_costs("inductor"), found.host_costs("other")) == (host_costs("inductor"), None)
+    assert found.host == (host_costs(inner="inductor"), host_costs(inner="aot_eager"))
+    assert (found.host_costs("inductor"), found.host_costs("other")) == (host_costs(inner="inductor"), None)
     assert cached_profile("cuda", "inductor") is found
     assert gpu == ["inductor", "aot_eager"]
 
@@ -237,7 +238,7 @@ def test_a_cpu_has_no_host_of_its_own(cache: Path, measurements: list[str]) -> N
 
 
 def test_a_profile_with_a_host_is_saved_and_loaded(tmp_path: Path) -> None:
-    profile = dataclasses.replace(PROFILE, host=(host_costs("aot_eager"), host_costs("inductor", wait_us=0.0)))
+    profile = dataclasses.replace(PROFILE, host=(host_costs(inner="aot_eager"), host_costs(A_STEP, wait_us=0.0)))
     profile.save(tmp_path / "device.json")
     assert DeviceProfile.load(tmp_path / "device.json") == profile
 
@@ -245,4 +246,63 @@ def test_a_profile_with_a_host_is_saved_and_loaded(tmp_path: Path) -> None:
 @pytest.mark.parametrize("figure", [-1.0, float("nan"), float("inf")])
 def test_a_cost_that_cannot_be_is_refused(figure: float) -> None:
     with pytest.raises(ValueError, match="kernel_us should be finite and not negative"):
-        host_costs("inductor", kernel_us=figure)
+        host_costs(kernel_us=figure)
+
+
+def forget(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a new process starts with."""
+    monkeypatch.setattr(device_module, "_measured", {})
+
+
+def test_what_steps_told_of_the_host_is_known_here_and_in_a_later_process(
+    cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert cached_profile("cuda", "inductor").host == (host_costs(),)
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    assert cached_profile("cuda", "inductor").host == (host_costs(A_STEP),)
+    forget(monkeypatch)
+    assert cached_profile("cuda", "inductor").host == (host_costs(A_STEP),)
+    assert gpu == ["inductor"]
+    assert [path.suffix for path in sorted(cache.iterdir())] == [".json", ".lock"]
+
+
+def test_two_processes_lose_nothing_of_each_other(cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other one has read the file before this one has written what it timed."""
+    cached_profile("cuda", "inductor")
+    others = dict(device_module._measured)
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    monkeypatch.setattr(device_module, "_measured", others)
+    cached_profile("cuda", "aot_eager")
+    second = TimedGraph("another", 300.0, 200.0)
+    keep_timed_graph("cuda", "inductor", second)
+    forget(monkeypatch)
+    known = cached_profile("cuda", "inductor")
+    assert known.host == (host_costs(A_STEP, second), host_costs(inner="aot_eager"))
+
+
+def test_what_is_known_is_not_written_again(cache: Path, gpu: list[str]) -> None:
+    cached_profile("cuda", "inductor")
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    (path,) = cache.glob("*.json")
+    path.unlink()
+    keep_timed_graph("cuda", "inductor", TimedGraph("a graph", 1950.0, 1000.0))
+    assert not path.exists()
+
+
+def test_steps_are_not_kept_where_the_host_was_never_measured(cache: Path, gpu: list[str]) -> None:
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    assert not cache.exists() or list(cache.iterdir()) == []
+    cached_profile("cuda")
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    assert cached_profile("cuda").host == ()
+
+
+def test_a_file_that_was_spoilt_meanwhile_is_written_anew(
+    cache: Path, gpu: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cached_profile("cuda", "inductor")
+    (path,) = cache.glob("*.json")
+    path.write_text("{")
+    keep_timed_graph("cuda", "inductor", A_STEP)
+    forget(monkeypatch)
+    assert cached_profile("cuda", "inductor").host == (host_costs(A_STEP),)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ from torch._inductor.utils import align_inputs_from_check_idxs
 from torch.utils._ordered_set import OrderedSet
 
 from fxhome.generated_code import HookError, generated, hook, may_allocate
-from fxhome.hooked_graphs import CompiledGraphs, place_blocks
+from fxhome.hooked_graphs import CompiledGraphs, place_blocks, time_host
+from fxhome.host_timer import SAMPLES, SKIPPED_CALLS, HostTimer
 from fxhome.placed_blocks import SETTLED_STEPS
 from tests.allocator_model import ModelAllocator
+from tests.host_tools import Machine
 
 
 @pytest.mark.parametrize(
@@ -134,8 +137,8 @@ def test_another_closure_is_refused() -> None:
         generated(Compiled(lambda args: [*args, other]))
 
 
-@pytest.mark.slow
-def test_hooked_graphs_of_inductor_compute_the_same() -> None:
+def small_net() -> tuple[CompiledGraphs, Callable[[], list[torch.Tensor]]]:
+    """The two graphs of a network that Inductor compiles, and a step that gives its gradients."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 64, 10)
@@ -154,6 +157,36 @@ def test_hooked_graphs_of_inductor_compute_the_same() -> None:
         step(x).square().sum().backward()
         return [weight.grad.clone() for weight in net.parameters() if weight.grad is not None]
 
+    return compiled, gradients
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("are_placed", [True, False])
+def test_graphs_are_timed_with_their_hooks_until_enough_was_seen(are_placed: bool) -> None:
+    compiled, gradients = small_net()
+    machine = Machine()
+    timer = HostTimer((1, 1), machine, machine.clock)
+    assert not time_host(compiled, timer)  # nothing is compiled yet
+    plain = gradients()
+    if are_placed:
+        place_blocks(compiled, ModelAllocator(), limit_bytes=1 << 40, is_expected=True)
+    inside = [each.call for each in compiled.insides]
+    assert time_host(compiled, timer)
+    for _ in range(SKIPPED_CALLS + SAMPLES):
+        assert timer.finish() is None
+        assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    asked = machine.asked
+    assert asked == 2 * 2 * SAMPLES
+    assert timer.finish() is not None
+    assert [each.call for each in compiled.insides] == inside
+    assert all(torch.equal(a, b) for a, b in zip(plain, gradients(), strict=True))
+    assert machine.asked == asked
+    torch._dynamo.reset()
+
+
+@pytest.mark.slow
+def test_hooked_graphs_of_inductor_compute_the_same() -> None:
+    compiled, gradients = small_net()
     plain = gradients()
     blocks = place_blocks(compiled, ModelAllocator(), limit_bytes=1 << 40, is_expected=True)
     for _ in range(SETTLED_STEPS + 1):

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from fxhome.device import HostCosts
+from fxhome.host_costs import HostCosts
 from fxhome.runtime import host_probe
 from fxhome.runtime.compile_apart import outside_of_compilation
 
@@ -19,13 +20,14 @@ CPU = torch.device("cpu")
 @pytest.fixture
 def few_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_probe, "LONG", 8)
+    monkeypatch.setattr(host_probe, "FEW_AND_MANY", (2, 4))
     monkeypatch.setattr(host_probe, "TIMED_RUNS", 4)
     torch._dynamo.reset()
 
 
 def checked(costs: HostCosts) -> None:
     figures = dataclasses.asdict(costs)
-    assert figures.pop("inner") == "aot_eager"
+    assert (figures.pop("inner"), figures.pop("steps")) == ("aot_eager", ())
     assert all(0 <= figure < 1e6 for figure in figures.values())
     assert min(costs.swap_out_us, costs.swap_in_us, costs.wait_us, costs.encode_us, costs.decode_us) > 0
 
@@ -83,3 +85,17 @@ def test_an_error_apart_is_the_callers(few_runs: None) -> None:
     torch.compile(nn.Linear(3, 3), backend=backend)(torch.ones(2, 3))
     with pytest.raises(KeyError, match="alone"):
         outside_of_compilation(lambda: {}["alone"])
+
+
+@pytest.mark.slow
+def test_a_generated_kernel_is_like_those_of_real_steps(few_runs: None) -> None:
+    """One for each link of the chain, none of which writes where it reads, but for the last one."""
+    from torch._inductor.utils import run_and_get_code
+
+    links = 6
+    _, (code,) = run_and_get_code(host_probe._chain(CPU, "inductor", links, ("kernel",)))
+    body = code[code.index("def call(") : code.index("runner = ")]
+    calls = re.findall(r"^ *cpp_fused_\w+\((.*)\)$", body, re.MULTILINE)
+    assert len(calls) == links
+    assert [len(call.split(",")) for call in calls[2:-1]] == [4] * (links - 3)
+    assert body.count("empty_strided_cpu(") == 2 * links - 1

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 import fxhome
-from fxhome.device import DeviceProfile, HostCosts
+from fxhome.device import DeviceProfile
+from fxhome.host_costs import HostCosts
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.host_times import HostTimes, host_notes, host_times
 from fxhome.passes.simulate_kernels import (

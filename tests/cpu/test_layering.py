@@ -14,6 +14,7 @@ BASE = {
     "fxhome.device",
     "fxhome.errors",
     "fxhome.host_clock",
+    "fxhome.host_costs",
     "fxhome.json_codec",
     "fxhome.options",
     "fxhome.placement",

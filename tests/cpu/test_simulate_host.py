@@ -7,53 +7,20 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.search_problems import GraphBuilder
 from fxhome.passes.simulate import KEEP, RECOMPUTE, SWAP, Link, Problem, SimResult, evaluate, simulate
 from fxhome.passes.simulate_kernels import (
-    BACKWARD,
     ENTER_BACKWARD,
     ENTER_FORWARD,
-    FORWARD,
-    HOST_FIGURES,
-    INPUT,
     LEAVE,
     SWAP_IN,
     SWAP_OUT,
     WAIT,
 )
+from tests.host_tools import EVERYTHING, many, two_layers
 from tests.simulate_reference import placements, problems
-
-EVERYTHING = 1 << 60
-many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
-
-
-def two_layers(device_us: float, launch_us: float, **figures: float) -> Problem:
-    """Two nodes forward, a loss, a gradient for each: every node takes `device_us`, and `launch_us` of the host."""
-    b = GraphBuilder()
-    source = b.node(INPUT, [], 0, 0.0)
-    first = b.node(FORWARD, [source], 1000, device_us)
-    second = b.node(FORWARD, [first], 1000, device_us)
-    loss = b.node(FORWARD, [second], 8, device_us, movable=False)
-    gradient = b.node(BACKWARD, [loss, second], 1000, device_us)
-    last = b.node(BACKWARD, [gradient, first], 1000, device_us)
-    problem, _ = b.problem([loss], [last], Link(1e-2, 1e-2, 1.0, 0.0))
-    step = np.zeros(HOST_FIGURES)
-    names = {
-        "enter": ENTER_FORWARD,
-        "between": ENTER_BACKWARD,
-        "leave": LEAVE,
-        "swap_out": SWAP_OUT,
-        "swap_in": SWAP_IN,
-        "wait": WAIT,
-    }
-    for name, value in figures.items():
-        step[names[name]] = value
-    launches = np.where(problem.arrays.node_phase == INPUT, 0.0, launch_us)
-    arrays = problem.arrays._replace(node_host_us=launches, host_us=step)
-    return dataclasses.replace(problem, arrays=arrays)
 
 
 def kept(problem: Problem) -> SimResult:
