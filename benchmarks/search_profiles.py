@@ -12,8 +12,9 @@ the share of the step so estimated is printed. Writes benchmarks/profiles/<workl
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,19 @@ import torch
 from torch.fx.graph_module import GraphModule
 from torch.overrides import TorchFunctionMode
 
+from benchmarks.pretend_gpu import derived_times
 from benchmarks.search_problems import save_case
 from benchmarks.workloads import WORKLOADS
 from fxhome.device import DeviceProfile
-from fxhome.passes.baseline import copy_joint
-from fxhome.passes.capture import normalize
-from fxhome.passes.codec_choice import choose_codecs
-from fxhome.passes.cost_model import node_costs, op_signature
-from fxhome.passes.facts import extract_facts
-from fxhome.passes.op_class import storage_classes
-from fxhome.passes.pipeline import link_of
-from fxhome.passes.problem import Costs, build_problem
+from fxhome.options import Options
+from fxhome.passes import cost_model, pipeline
+from fxhome.passes.cost_model import TimingCache
+from fxhome.passes.op_timing import OpTiming
+from fxhome.passes.problem import Costs
 from fxhome.passes.simulate import Problem
 from fxhome.trace_offline import trace_joint
 
-ALLOW = ("swap", "recompute", "compress")
+ALLOW = ["swap", "recompute", "compress"]
 Times = Mapping[str, tuple[float, int]]
 
 
@@ -67,38 +66,58 @@ def problem_of(name: str, profile: DeviceProfile, times: Times) -> tuple[Problem
     workload = WORKLOADS[name]
     with _OnMeta():
         model, inputs = workload.build(workload.batch["cuda"], torch.device("cuda"))
+    options = Options.from_mapping({"memory_budget": "60%", "inner": "inductor", "max_evaluations": 1, "allow": ALLOW})
 
-    def use(joint: GraphModule, _: object, num_fwd_outputs: int, __: object) -> tuple[Problem, list[str], float]:
-        work = normalize(copy_joint(joint))
-        facts = extract_facts(work, num_fwd_outputs, profile.kind, fusing=True)
-        costs, estimated = with_measured(work, node_costs(work, facts, profile, measure=False, fusing=True), times)
-        codecs = choose_codecs(work, facts, profile, ALLOW, lossy=False, observed={})
-        problem = build_problem(facts, costs, link_of(profile), ALLOW, codecs=codecs)
-        return problem, storage_classes(work, facts), estimated
+    def use(
+        joint: GraphModule, given: Any, num_fwd_outputs: int, static: list[int] | None
+    ) -> tuple[Problem, list[str], float]:
+        with _recalled(profile, times) as costs:
+            planned = pipeline.plan_graph(
+                joint,
+                given,
+                num_fwd_outputs,
+                options=replace(options, on_infeasible="best_effort"),
+                profile=profile,
+                situation=pipeline.Situation(None, free_bytes=profile.total_memory_bytes),
+                measure=True,
+                inner="inductor",
+                static_lifetime_input_indices=static,
+            )
+        assert planned.problem is not None, "the plan was made here"
+        us, is_estimated = np.array(costs[-1].time_us), np.array(costs[-1].estimated)
+        return planned.problem, list(planned.storage_class), float(us[is_estimated].sum() / us.sum())
 
     found: tuple[Problem, list[str], float] = trace_joint(model, inputs, "inductor", use)
     torch._dynamo.reset()
     return found
 
 
-def with_measured(work: GraphModule, costs: Costs, times: Times) -> tuple[Costs, float]:
-    """The costs with measured times where there are some, and the share of the sum that is still estimated."""
-    nodes = [node for node in work.graph.nodes if node.op != "output"]
-    us, workspace = list(costs.time_us), list(costs.workspace_bytes)
+@contextlib.contextmanager
+def _recalled(profile: DeviceProfile, times: Times) -> Iterator[list[Costs]]:
+    """Plan with operator times that were measured before; the costs of each graph that is modelled meanwhile."""
     attention = {_attention_key(key): value for key, value in times.items() if "scaled_dot_product" in key}
-    known = np.zeros(len(nodes), np.bool_)
-    for i, node in enumerate(nodes):
-        # What the compiler fuses was costed by its bytes, as in a plan made on the device.
-        known[i] = not costs.estimated[i]
-        signature = op_signature(node) if node.op == "call_function" else ""
-        value = times.get(signature)
-        if value is None and "scaled_dot_product" in signature:
-            value = attention.get(_attention_key(signature))
-        if value is not None:
-            us[i], workspace[i], known[i] = value[0], value[1], True
-    total = np.array(us)
-    measured = replace(costs, time_us=tuple(us), workspace_bytes=tuple(workspace))
-    return measured, float(total[~known].sum() / total.sum())
+    made: list[Costs] = []
+
+    def recall(wanted: dict[str, Any], cache: TimingCache, _: str) -> None:
+        found: dict[str, tuple[float, int]] = dict(derived_times(wanted, times, profile))
+        for signature in wanted:
+            value = times.get(signature)
+            if value is None and "scaled_dot_product" in signature:
+                value = attention.get(_attention_key(signature))
+            if value is not None:
+                found[signature] = value
+        cache.entries = {signature: OpTiming(*value) for signature, value in found.items()}
+
+    def remember(*arguments: Any, **how: Any) -> Costs:
+        made.append(costs(*arguments, **how))
+        return made[-1]
+
+    measure, costs = cost_model._measure_missing, pipeline.node_costs
+    cost_model._measure_missing, pipeline.node_costs = recall, remember
+    try:
+        yield made
+    finally:
+        cost_model._measure_missing, pipeline.node_costs = measure, costs
 
 
 def _attention_key(signature: str) -> str:
