@@ -21,6 +21,7 @@ from fxhome.generated_code import HookError
 from fxhome.hooked_graphs import CompiledGraphs, place_blocks, time_host
 from fxhome.host_timer import CudaDevice, HostTimer
 from fxhome.lowered_store import Lowered, recall, remember
+from fxhome.passes.allocator import PAGE_BYTES
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite
@@ -42,6 +43,8 @@ CAP_SLACK_BYTES = 256 << 20
 """What the allocator has above a budget that is enforced, at least: in the first steps, before blocks are laid, it must
 be enough for the holes between them.
 """
+PARTS_BYTES = 3 * PAGE_BYTES
+"""Parts of pages beside what is resident, and the pages of small blocks."""
 PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Planned]
 
 
@@ -218,8 +221,9 @@ def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: Co
         return None
     is_expected, note = False, ""
     outside = plan.resident_bytes + situation.error_bound_bytes
-    if known.least_cap_bytes is not None and known.least_cap_bytes + outside > cap_of(plan.budget_bytes):
-        least = format_bytes(known.least_cap_bytes + outside)
+    cap_bytes = cap_of(plan.budget_bytes)
+    if known.least_cap_bytes is not None and known.least_cap_bytes > room_under(cap_bytes, outside):
+        least = format_bytes(known.least_cap_bytes + outside + PARTS_BYTES)
         first = f"until its blocks are laid, the allocator needs {least}: with less, a first step runs out of memory"
         plan = planned.plan = replace(plan, notes=(*plan.notes, first))
     if known.reserved_bytes is not None and known.packed_bytes is not None:
@@ -274,8 +278,14 @@ def cap_of(budget_bytes: int) -> int:
     return budget_bytes + max(CAP_SLACK_BYTES, int(budget_bytes * CAP_SHARE))
 
 
-def budget_under(cap_bytes: int) -> int:
-    """The least budget that is enforced by a cap of so many bytes, or more."""
+def room_under(cap_bytes: int, outside_bytes: int) -> int:
+    """What a cap leaves for a step's large blocks, above what is resident."""
+    return cap_bytes - outside_bytes - PARTS_BYTES
+
+
+def budget_for(least_cap_bytes: int, outside_bytes: int) -> int:
+    """The least budget that, where it is enforced, leaves that room."""
+    cap_bytes = least_cap_bytes + outside_bytes + PARTS_BYTES
     return min(cap_bytes - CAP_SLACK_BYTES, int(cap_bytes / (1 + CAP_SHARE)) + 1)
 
 
@@ -293,7 +303,7 @@ def check_for(planned: Planned, situation: Situation, *, closely: bool) -> Sched
         room,
         room - behind,
         reserved_limit_bytes=reserved_limit(planned.plan.budget_bytes) - outside if keeps else None,
-        cap_bytes=cap_of(planned.plan.budget_bytes) - outside if keeps else None,
+        cap_bytes=room_under(cap_of(planned.plan.budget_bytes), outside) if keeps else None,
         stops_scattered=closely,
     )
 

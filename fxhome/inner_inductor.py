@@ -29,7 +29,7 @@ from fxhome.inductor_graphs import (
     DecidedError,
     LoweredGraphs,
     PlanStep,
-    budget_under,
+    budget_for,
     checked_peak,
     keeps_freed_blocks,
     lower,
@@ -233,12 +233,12 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
-    outside = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
+    more = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
     if not keeps_freed_blocks(planned):
-        return predicted + outside
+        return predicted + more
     # Enforced, it must be enough for the holes between its blocks as well, until these are laid.
     assert check.least_cap_bytes is not None, "both graphs were seen"
-    return outside + max(predicted, budget_under(check.least_cap_bytes + planned.plan.resident_bytes))
+    return max(predicted + more, budget_for(check.least_cap_bytes, planned.plan.resident_bytes + more))
 
 
 def _never_run(_: list[Any]) -> Any:

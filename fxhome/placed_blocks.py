@@ -19,6 +19,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -144,6 +145,11 @@ class PlacedBlocks:
         self._tick = self._previous_tick = 0
         self._layout: Layout | None = None
         self._state: dict[int, tuple[int, int]] = {}
+
+    def __del__(self) -> None:
+        # A training may end in the middle of a recording: it would go on for good, and nobody else could record.
+        if self.is_recording and not sys.is_finalizing():
+            self.allocator.stop()
 
     @property
     def hooks(self) -> int:
@@ -290,6 +296,8 @@ class PlacedBlocks:
         if owner not in (None, self) and owner._mode is not _Mode.OFF and owner._tick > self._previous_tick:
             self._give_up("another graph's blocks are laid")
             return
+        if owner not in (None, self) and owner.is_recording:
+            owner._disturb()  # its training was left in the middle of that
         if self.allocator.is_recorded():
             return
         if self._recordings == MAX_RECORDINGS:

@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fxhome import inner_inductor
-from fxhome.inductor_graphs import LoweredGraphs, budget_under, cap_of, reserved_limit
+from fxhome.inductor_graphs import LoweredGraphs, budget_for, cap_of, reserved_limit, room_under
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import Allocation
@@ -133,11 +133,12 @@ def test_blocks_that_could_be_laid_must_also_do_in_the_steps_before() -> None:
     assert found.value.reserved_bytes == 180 << 20
 
 
-@pytest.mark.parametrize("cap_bytes", [1 << 30, 20 << 30])
-def test_a_budget_is_named_that_a_cap_is_enough_for(cap_bytes: int) -> None:
-    budget = budget_under(cap_bytes)
-    assert cap_of(budget) >= cap_bytes
-    assert cap_of(budget - (1 << 20)) < cap_bytes
+@pytest.mark.parametrize("least_cap_bytes", [1 << 30, 20 << 30])
+def test_a_budget_is_named_that_leaves_enough_room_under_its_cap(least_cap_bytes: int) -> None:
+    outside = 300 << 20
+    budget = budget_for(least_cap_bytes, outside)
+    assert room_under(cap_of(budget), outside) >= least_cap_bytes
+    assert room_under(cap_of(budget - (1 << 20)), outside) < least_cap_bytes
 
 
 def test_what_the_allocator_will_take_is_remembered() -> None:

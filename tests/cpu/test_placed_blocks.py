@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -376,6 +377,22 @@ def test_a_history_that_someone_else_records_is_not_touched() -> None:
     loop.allocator.others_record = False
     loop.steps(3)
     assert loop.blocks.laid is not None
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_training_that_ends_while_it_is_recorded_keeps_nobody_from_it(is_dropped: bool) -> None:
+    allocator = ModelAllocator()
+    first = scattered(allocator)
+    first.steps(SETTLED_STEPS + 1)
+    assert allocator.entries is not None
+    if is_dropped:
+        del first
+        gc.collect()
+        assert allocator.entries is None
+    second = scattered(allocator)
+    second.steps(WARM + 1)
+    assert second.blocks.laid is not None
+    assert allocator.entries is None
 
 
 def test_unsettled_and_paused_steps_are_left_alone() -> None:
