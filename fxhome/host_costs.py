@@ -19,7 +19,9 @@ from dataclasses import dataclass, fields, replace
 MAX_GRAPHS = 32
 """The graphs timed last that count."""
 MOST_TIMES = 5.0
-"""Above this, launches are not what a graph's time went to: something in it computes on the host, or waits."""
+"""Above this, launches are not what a graph's time went to: something in it computes on the host, or waits. Where it is
+as far below the probe's figures, these were disturbed.
+"""
 CLEARLY_LESS = 0.9
 """How much less a graph's launches must take than before to count anew. What is not clear must change no figure: with
 other figures the next process may make another plan, and nothing that was compiled for this one is found again.
@@ -76,20 +78,21 @@ class HostCosts:
 
     @property
     def launch_factor(self) -> float:
-        """How many times longer launches (kernels, library calls, views) take in steps than by the probe: at least 1,
-        and 1 as long as no step was timed.
+        """How many times as long launches (kernels, library calls, views) take in steps as by the probe; 1 as long as
+        no step was timed.
         """
         alone_us = sum(timed.alone_us for timed in self.steps)
-        return max(1.0, sum(timed.taken_us for timed in self.steps) / alone_us) if alone_us else 1.0
+        return sum(timed.taken_us for timed in self.steps) / alone_us if alone_us else 1.0
 
     def with_steps(self, found: tuple[TimedGraph, ...]) -> HostCosts:
         """The same costs with more timed graphs. Of one graph the shorter time counts: whatever else runs on the host
-        only ever adds; it replaces the one that is known where it is clearly shorter. Above MOST_TIMES none counts.
+        only ever adds; it replaces the one that is known where it is clearly shorter. Above MOST_TIMES none counts, nor
+        below its inverse.
         """
         known = {timed.graph: timed for timed in self.steps}
         for timed in found:
             before = known.get(timed.graph)
-            if _ratio(timed) > MOST_TIMES:
+            if not 1 / MOST_TIMES <= _ratio(timed) <= MOST_TIMES:
                 continue
             if before is None or _ratio(timed) < CLEARLY_LESS * _ratio(before):
                 known.pop(timed.graph, None)

@@ -146,7 +146,7 @@ class HostedPlan:
             return None
         taken_us, modelled_us = found
         timed = TimedGraph(self.graph, taken_us, modelled_us / self.costs.launch_factor)
-        launch_factor = max(1.0, timed.taken_us / timed.alone_us)
+        launch_factor = timed.taken_us / timed.alone_us
         times_longer = launch_factor / self.costs.launch_factor
         step_us, idle_us = retimed(self.run, times_longer)
         baseline_us, _ = retimed(self.baseline, times_longer)

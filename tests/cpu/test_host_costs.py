@@ -24,8 +24,8 @@ def test_the_factor_is_that_of_all_launches_that_were_timed() -> None:
     assert host_costs(timed("a", 1500.0), timed("b", 6000.0, 3000.0)).launch_factor == 7500.0 / 4000.0
 
 
-def test_no_step_makes_launches_shorter_than_the_probe_found_them() -> None:
-    assert host_costs(timed("a", 700.0)).launch_factor == 1.0
+def test_steps_are_believed_where_the_probe_found_launches_to_take_longer() -> None:
+    assert host_costs(timed("a", 700.0)).launch_factor == 0.7
 
 
 def test_of_one_graph_the_shorter_time_counts_where_it_is_clearly_shorter() -> None:
@@ -42,6 +42,8 @@ def test_what_cannot_be_launches_is_not_taken_for_them() -> None:
     known = host_costs(timed("a", 2000.0))
     assert known.with_steps((timed("b", 1000.0 * MOST_TIMES + 1.0),)) is known
     assert known.with_steps((timed("b", 1000.0 * MOST_TIMES),)) is not known
+    assert known.with_steps((timed("b", 1000.0 / MOST_TIMES - 1.0),)) is known
+    assert known.with_steps((timed("b", 1000.0 / MOST_TIMES),)) is not known
 
 
 def test_the_graphs_timed_last_count() -> None:
