@@ -57,6 +57,8 @@ MAX_REPLANS = 3
 """The last one is the smallest plan that is known; the ones before ask for a margin, and then for a generous one."""
 GENEROUS = 200
 """The part of the budget that the generous margin is at least larger."""
+HALVINGS = 2
+"""Margins that are tried between one that is too large and the one before."""
 MAX_CLOSER = 3
 """Plans that are lowered, at most, to find one whose blocks lie close enough."""
 
@@ -111,6 +113,7 @@ def _hold_budget(
 ) -> Variant:
     """Plan until the lowered peak is in the budget. `fallback`: a plan is known, so the smallest one is not tried."""
     first = situation
+    held_bytes = situation.lowering_bytes
     for attempt in itertools.count():
         if attempt == MAX_REPLANS and not situation.smallest:
             # Nothing faster fits once lowered: the smallest plan does, if the budget can be met at all.
@@ -124,11 +127,16 @@ def _hold_budget(
                 raise _NothingCloserError from None
             if attempt == 0:
                 raise _with_lowered_minimum(refusal, gm, example_inputs, plan_step, situation) from None
-            # With the margin that an earlier lowering asked for nothing fits by the model: only the smallest is left.
-            situation = _for_the_smallest(first, situation)
-            planned = plan_only(gm, example_inputs, plan_step, situation)
+            # With the margin that a lowering asked for nothing fits by the model. The next plan may miss by less; where
+            # nothing fits with a larger margin than the last one had, only the smallest plan is left.
+            less = _with_less_margin(gm, example_inputs, plan_step, held_bytes, situation)
+            if less is None:
+                situation = _for_the_smallest(first, situation)
+                less = situation, plan_only(gm, example_inputs, plan_step, situation)
+            situation, planned = less
         if planned is None:
             return Variant(lower(gm, example_inputs, None, None, {}), situation, None, None)
+        held_bytes = situation.lowering_bytes
         lowered: LoweredGraphs | None = None
         try:
             lowered = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
@@ -173,6 +181,24 @@ def _hold_budget(
         situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
     raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))
+
+
+def _with_less_margin(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, held_bytes: int, situation: Situation
+) -> tuple[Situation, Planned | None] | None:
+    """What fits by the model with more margin than `held_bytes` and less than the situation's, with as much as a few
+    tries find; None where nothing does.
+    """
+    found: tuple[Situation, Planned | None] | None = None
+    low, high = held_bytes, situation.lowering_bytes
+    for _ in range(HALVINGS):
+        less = replace(situation, lowering_bytes=(low + high) // 2)
+        try:
+            found = less, plan_only(gm, example_inputs, plan_step, less)
+            low = less.lowering_bytes
+        except InfeasibleBudgetError:
+            high = less.lowering_bytes
+    return found
 
 
 def _for_the_smallest(first: Situation, latest: Situation) -> Situation:

@@ -10,6 +10,7 @@ from typing import Any, cast
 import pytest
 
 from fxhome import inner_inductor
+from fxhome.errors import InfeasibleBudgetError
 from fxhome.inductor_graphs import LoweredGraphs, budget_for, cap_of, reserved_limit, room_under
 from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
@@ -171,3 +172,22 @@ def test_what_inductor_lays_out_otherwise_is_planned_without_being_moved(monkeyp
     variant = compile_inductor(cast(Any, None), [], cast(Any, None), Situation(None))
     assert asked == [(), ("mask",), ("mask", "offsets")]
     assert variant.situation.fixed_layouts == ("mask", "offsets")
+
+
+@pytest.mark.parametrize(("fits_up_to", "expected"), [(30, 25), (60, 50), (99, 75), (20, None)])
+def test_margins_between_the_one_before_and_one_that_is_too_large_are_tried(
+    monkeypatch: pytest.MonkeyPatch, fits_up_to: int, expected: int | None
+) -> None:
+    def plan(_: Any, __: Any, ___: Any, situation: Situation) -> Planned:
+        if situation.lowering_bytes > fits_up_to:
+            raise InfeasibleBudgetError("by the model", minimum_bytes=None, budget_bytes=None)
+        return planned(situation.lowering_bytes)
+
+    monkeypatch.setattr(inner_inductor, "plan_only", plan)
+    too_large = Situation(None, lowering_bytes=100)
+    found = inner_inductor._with_less_margin(cast(Any, None), [], cast(Any, None), 0, too_large)
+
+    assert (found is None) == (expected is None)
+    if found is not None:
+        assert found[0].lowering_bytes == expected
+        assert found[1].number == expected  # type: ignore[union-attr]
