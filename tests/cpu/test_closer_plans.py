@@ -180,7 +180,7 @@ def test_margins_between_the_one_before_and_one_that_is_too_large_are_tried(
 ) -> None:
     def plan(_: Any, __: Any, ___: Any, situation: Situation) -> Planned:
         if situation.lowering_bytes > fits_up_to:
-            raise InfeasibleBudgetError("by the model", minimum_bytes=None, budget_bytes=None)
+            raise InfeasibleBudgetError("by the model", minimum_bytes=None, budget_bytes=1)
         return planned(situation.lowering_bytes)
 
     monkeypatch.setattr(inner_inductor, "plan_only", plan)
