@@ -9,13 +9,14 @@ told: small ones and other streams' have segments of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.best_fit import rounded
-from fxhome.passes.lay_blocks import Event, Ranges, Statement
+from fxhome.passes.lay_blocks import Event, Statement
+from fxhome.passes.ranges import Ranges, joined, total_bytes
 
 MARK_BYTES = 77
 
@@ -52,7 +53,7 @@ class RecordedStep:
     def spread_bytes(self, used: Mapping[int, int]) -> int:
         """Bytes of memory that the step was spread over, with what is in use, as {address: size in bytes}."""
         found = joined([*self.touched, *((address, address + size) for address, size in used.items())])
-        return sum(end - start for start, end in found)
+        return total_bytes(found)
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,6 @@ class Snapshot:
     ranges: Ranges
     used: Mapping[int, int]
     elsewhere_bytes: int = 0
-
-    @property
-    def mapped_bytes(self) -> int:
-        """What is reserved for these blocks."""
-        return sum(end - start for start, end in self.ranges)
-
-
-def joined(ranges: Iterable[tuple[int, int]]) -> Ranges:
-    """The same addresses in as few (start, end) as there are, lowest first."""
-    found: list[tuple[int, int]] = []
-    for start, end in sorted(ranges):
-        if found and start <= found[-1][1]:
-            found[-1] = (found[-1][0], max(found[-1][1], end))
-        else:
-            found.append((start, end))
-    return tuple(found)
 
 
 def snapshot_of(segments: Sequence[Mapping[str, Any]], device: int, stream: int) -> Snapshot:

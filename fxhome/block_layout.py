@@ -16,6 +16,7 @@ import torch
 
 from fxhome.allocator_trace import RecordedStep, UnsteadyError
 from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, lay, lay_anew, without_free_pages
+from fxhome.passes.ranges import total_bytes
 from fxhome.raw_allocator import Allocator
 from fxhome.units import format_bytes
 
@@ -75,7 +76,7 @@ class Layout:
         """Whether what is to be mapped may be, once all free pages are given back."""
         shown = self.allocator.snapshot(self.stream)
         resident = without_free_pages(shown.ranges, {("kept", a): (a, size) for a, size in shown.used.items()})
-        held_bytes = sum(end - start for start, end in resident) + shown.elsewhere_bytes
+        held_bytes = total_bytes(resident) + shown.elsewhere_bytes
         return held_bytes + self.extent.size_bytes <= self.allocator.limit_bytes()
 
     def restore(self) -> None:

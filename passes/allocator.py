@@ -7,11 +7,10 @@ those; neighbours merge when freed; what fits nowhere extends the end. Where wha
 allocator stops the device, gives its holes back and maps them elsewhere: milliseconds per GiB, in every step.
 """
 
-from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from fxhome.passes.holes import Holes
+from fxhome.passes.holes import ENDLESS, Holes
 
 SMALL_BYTES = 1 << 20
 """Allocations up to this size live in a segment of their own, which is small."""
@@ -27,6 +26,11 @@ class Allocation:
 
     name: str
     size_bytes: int
+
+
+def whole_pages(size_bytes: int) -> int:
+    """So many bytes, or the first ones more that are whole pages."""
+    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def reserved_bytes(step: Sequence[Allocation]) -> tuple[int, int]:
@@ -72,27 +76,22 @@ class _Segment:
     def allocate(self, name: str, size_bytes: int) -> None:
         if size_bytes <= SMALL_BYTES:
             return
-        by_size = self._holes.by_size
-        i = bisect_left(by_size, (size_bytes, 0))
         # The block at the end could grow: it is taken last.
-        while i < len(by_size) and sum(by_size[i]) == self.mapped_bytes and i + 1 < len(by_size):
-            i += 1
-        if i < len(by_size):
-            size, start = by_size[i]
-            self._holes.remove(start, size)
-        else:
-            last = self._holes.ending_at(self.mapped_bytes)
-            start = self.mapped_bytes if last is None else last
-            if last is not None:
-                self._holes.remove(last, self.mapped_bytes - last)
-            missing = start + size_bytes - self.mapped_bytes
-            self.mapped_bytes += -(-missing // PAGE_BYTES) * PAGE_BYTES
-            size = self.mapped_bytes - start
-        if size > size_bytes:
-            self._holes.add(start + size_bytes, size - size_bytes)
+        hole = self._holes.best(size_bytes, lambda end: ENDLESS if end == self.mapped_bytes else 0)
+        start, size = hole if hole is not None else self._grown(size_bytes)
+        self._holes.use(start, size, size_bytes)
         self.placed[name] = (start, size_bytes)
         self.allocated_bytes += size_bytes
         self.peak_bytes = max(self.peak_bytes, self.allocated_bytes)
+
+    def _grown(self, size_bytes: int) -> tuple[int, int]:
+        """(start, size) of the block at the end, with pages mapped behind it until it fits."""
+        last = self._holes.ending_at(self.mapped_bytes)
+        start = self.mapped_bytes if last is None else last
+        missing = whole_pages(start + size_bytes - self.mapped_bytes)
+        self._holes.give(self.mapped_bytes, missing)
+        self.mapped_bytes += missing
+        return start, self.mapped_bytes - start
 
     def free(self, name: str) -> None:
         if name not in self.placed:

@@ -8,15 +8,12 @@ addresses are bytes; sizes are multiples of GRANULE_BYTES above SMALL_BYTES. Bes
 would have to.
 """
 
-from bisect import bisect_left
 from collections.abc import Hashable, Iterable, Mapping
 
 from fxhome.passes.allocator import SMALL_BYTES
-from fxhome.passes.holes import Holes
+from fxhome.passes.holes import ENDLESS, Holes
 
 GRANULE_BYTES = 512
-ENDLESS = 1 << 60
-"""Unmapped bytes behind the last range."""
 
 
 def rounded(size_bytes: int) -> int:
@@ -56,13 +53,7 @@ class Heap:
 
     def best(self, size_bytes: int) -> tuple[int, int] | None:
         """(address, size) of the hole that an allocation would take; None where it would have to grow."""
-        i = bisect_left(self._holes.by_size, (size_bytes, 0))
-        if i == len(self._holes.by_size):
-            return None
-        while i + 1 < len(self._holes.by_size) and self._reach(i + 1) < self._reach(i):
-            i += 1
-        size, start = self._holes.by_size[i]
-        return start, size
+        return self._holes.best(size_bytes, lambda end: self._behind.get(end, 0))
 
     def take(self, key: Hashable, size_bytes: int) -> int | None:
         """Allocate; the address, or None (and nothing is changed) where the segment would have to grow."""
@@ -71,18 +62,11 @@ class Heap:
         hole = self.best(size_bytes)
         if hole is None:
             return None
-        start, size = hole
-        self._holes.remove(start, size)
-        if size > size_bytes:
-            self._holes.add(start + size_bytes, size - size_bytes)
-        self.used[key] = (start, size_bytes)
-        return start
+        self._holes.use(*hole, size_bytes)
+        self.used[key] = (hole[0], size_bytes)
+        return hole[0]
 
     def give(self, key: Hashable) -> None:
         """Free a block."""
         start, size = self.used.pop(key)
         self._holes.give(start, size)
-
-    def _reach(self, i: int) -> int:
-        size, start = self._holes.by_size[i]
-        return size + self._behind.get(start + size, 0)

@@ -7,13 +7,12 @@ A model of one expandable segment under a cap (c10/cuda/CUDACachingAllocator.cpp
 full, also where part of its addresses is mapped already. See allocator.py for the same without a cap.
 """
 
-from bisect import bisect_left, insort
 from collections.abc import Sequence
 
-from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, STEPS, Allocation
-from fxhome.passes.holes import Holes
+from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, STEPS, Allocation, whole_pages
+from fxhome.passes.holes import ENDLESS, Holes
+from fxhome.passes.ranges import joined
 
-ENDLESS = 1 << 60
 GROWTH_BYTES = 2 << 20
 """What is asked for beyond half a page is a multiple of this; below, a page."""
 
@@ -62,32 +61,22 @@ class _CappedSegment:
 
     def allocate(self, name: str, size_bytes: int) -> bool:
         """Place a block; False where there is no room."""
-        by_size = self._holes.by_size
-        i = bisect_left(by_size, (size_bytes, 0))
-        # A block that could grow counts as long as it could become.
-        while i + 1 < len(by_size) and self._length(i + 1) < self._length(i):
-            i += 1
-        if i == len(by_size):
+        hole = self._holes.best(size_bytes, self._unmapped_behind)
+        if hole is None:
             asked = -(-size_bytes // GROWTH_BYTES) * GROWTH_BYTES if size_bytes >= PAGE_BYTES // 2 else PAGE_BYTES
             if self.mapped_bytes + asked > self.cap_bytes:
                 self._give_back()
                 if self.mapped_bytes + asked > self.cap_bytes:
                     return False
-            start, size = self._grown(asked)
-        else:
-            size, start = by_size[i]
-        self._holes.remove(start, size)
-        if size > size_bytes:
-            self._holes.add(start + size_bytes, size - size_bytes)
-        self.placed[name] = (start, size_bytes)
+            hole = self._grown(asked)
+        self._holes.use(*hole, size_bytes)
+        self.placed[name] = (hole[0], size_bytes)
         return True
 
-    def _length(self, i: int) -> int:
-        size, start = self._holes.by_size[i]
-        end = start + size
+    def _unmapped_behind(self, end: int) -> int:
         if end == self._end:
             return ENDLESS
-        return size + next((last - first for first, last in self._gaps if first == end), 0)
+        return next((last - first for first, last in self._gaps if first == end), 0)
 
     def free(self, name: str) -> None:
         if name in self.placed:
@@ -95,7 +84,7 @@ class _CappedSegment:
 
     def _give_back(self) -> None:
         for size, start in list(self._holes.by_size):
-            first, last = _page_behind(start), (start + size) // PAGE_BYTES * PAGE_BYTES
+            first, last = whole_pages(start), (start + size) // PAGE_BYTES * PAGE_BYTES
             if last <= first:
                 continue
             self._holes.remove(start, size)
@@ -103,16 +92,11 @@ class _CappedSegment:
                 self._holes.add(start, first - start)
             if start + size > last:
                 self._holes.add(last, start + size - last)
-            insort(self._gaps, (first, last))
+            self._gaps.append((first, last))
             self.mapped_bytes -= last - first
-        joined: list[tuple[int, int]] = []
-        for first, last in self._gaps:
-            if joined and joined[-1][1] == first:
-                first = joined.pop()[0]
-            joined.append((first, last))
-        if joined and joined[-1][1] == self._end:
-            self._end = joined.pop()[0]
-        self._gaps = joined
+        self._gaps = list(joined(self._gaps))
+        if self._gaps and self._gaps[-1][1] == self._end:
+            self._end = self._gaps.pop()[0]
 
     def _grown(self, size_bytes: int) -> tuple[int, int]:
         """(address, size) of a free block that fits, in the lowest unmapped addresses with enough room around them."""
@@ -124,7 +108,7 @@ class _CappedSegment:
         needed = start + size_bytes
         gaps, self._gaps = self._gaps, []
         for first, last in gaps:
-            end = min(last, _page_behind(needed))
+            end = min(last, whole_pages(needed))
             if last <= start or first >= needed:
                 self._gaps.append((first, last))
                 continue
@@ -132,7 +116,7 @@ class _CappedSegment:
             if end < last:
                 self._gaps.append((end, last))
         if needed > self._end:
-            first, self._end = self._end, _page_behind(needed)
+            first, self._end = self._end, whole_pages(needed)
             self._map(first, self._end)
         size = self._holes.starting_at(start)
         assert size is not None, "what was mapped joins what was free"
@@ -154,7 +138,3 @@ class _CappedSegment:
     def _map(self, first: int, end: int) -> None:
         self.mapped_bytes += end - first
         self._holes.give(first, end - first)
-
-
-def _page_behind(address: int) -> int:
-    return -(-address // PAGE_BYTES) * PAGE_BYTES

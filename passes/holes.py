@@ -1,6 +1,10 @@
 """Free blocks by size and by both ends, as the caching allocator keeps them: neighbours are one block."""
 
 from bisect import bisect_left, insort
+from collections.abc import Callable
+
+ENDLESS = 1 << 60
+"""Unmapped bytes behind everything that is mapped."""
 
 
 class Holes:
@@ -18,6 +22,31 @@ class Holes:
     def starting_at(self, start: int) -> int | None:
         """The size of the block that starts there."""
         return self._by_start.get(start)
+
+    def best(self, size_bytes: int, unmapped_behind: Callable[[int], int]) -> tuple[int, int] | None:
+        """(start, size) of the block that an allocation takes; None where none is large enough.
+
+        The smallest that fits, the lowest of those; one with unmapped bytes behind its end counts as long as it could
+        grow (c10/cuda/CUDACachingAllocator.cpp).
+        """
+        i = bisect_left(self.by_size, (size_bytes, 0))
+        if i == len(self.by_size):
+            return None
+
+        def length(at: int) -> int:
+            size, start = self.by_size[at]
+            return size + unmapped_behind(start + size)
+
+        while i + 1 < len(self.by_size) and length(i + 1) < length(i):
+            i += 1
+        size, start = self.by_size[i]
+        return start, size
+
+    def use(self, start: int, size: int, size_bytes: int) -> None:
+        """Take the low part of a block."""
+        self.remove(start, size)
+        if size > size_bytes:
+            self.add(start + size_bytes, size - size_bytes)
 
     def give(self, start: int, size: int) -> None:
         """Free a block and join it with its neighbours."""

@@ -17,9 +17,11 @@ from itertools import pairwise
 
 import numpy as np
 
-from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES
-from fxhome.passes.best_fit import ENDLESS, GRANULE_BYTES, Heap
+from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, whole_pages
+from fxhome.passes.best_fit import GRANULE_BYTES, Heap
+from fxhome.passes.holes import ENDLESS
 from fxhome.passes.pack_blocks import Fixed, Life, Packing, gaps, most_alive, pack
+from fxhome.passes.ranges import Ranges, joined, total_bytes
 from fxhome.units import format_bytes
 
 MAX_AGAIN = 200
@@ -38,7 +40,6 @@ CLOSE_SHARE = 0.004
 """Extents so close to one that is too small are not looked for."""
 
 Used = Mapping[Hashable, tuple[int, int]]
-Ranges = tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -83,7 +84,7 @@ class Laid:
     @property
     def mapped_bytes(self) -> int:
         """What the allocator has reserved for blocks of this pool."""
-        return sum(end - start for start, end in self.ranges)
+        return total_bytes(self.ranges)
 
 
 class NoRoomError(Exception):
@@ -104,7 +105,7 @@ class Extent:
     @property
     def mapped_bytes(self) -> int:
         """What the allocator has reserved for blocks of this pool then."""
-        return sum(end - start for start, end in self.ranges)
+        return total_bytes(self.ranges)
 
 
 def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Extent:
@@ -127,7 +128,7 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
             continue
         if size_bytes > room:
             return Extent(size_bytes, last, (*ordered[:i], (start, ordered[i + 1][1]), *ordered[i + 2 :]))
-        new_end = end + max(0, -(-(last + size_bytes - end) // PAGE_BYTES)) * PAGE_BYTES
+        new_end = end + max(0, whole_pages(last + size_bytes - end))
         if following and new_end == ordered[i + 1][0]:
             return Extent(size_bytes, last, (*ordered[:i], (start, ordered[i + 1][1]), *ordered[i + 2 :]))
         return Extent(size_bytes, last, (*ordered[:i], (start, new_end), *ordered[i + 1 :]))
@@ -136,19 +137,15 @@ def grown(ranges: Iterable[tuple[int, int]], used: Used, size_bytes: int) -> Ext
 
 def without_free_pages(ranges: Iterable[tuple[int, int]], used: Used) -> Ranges:
     """What stays mapped once all free pages are given back. Each range begins where a page does."""
-    kept: list[tuple[int, int]] = []
-    blocks = sorted(used.values())
-    for start, end in sorted(ranges):
-        for address, size in blocks:
-            if not start <= address < end:
-                continue
-            first = start + (address - start) // PAGE_BYTES * PAGE_BYTES
-            last = min(end, start + _whole_pages(address + size - start))
-            if kept and first <= kept[-1][1]:
-                kept[-1] = (kept[-1][0], max(kept[-1][1], last))
-            else:
-                kept.append((first, last))
-    return tuple(kept)
+    return joined(
+        (
+            start + (address - start) // PAGE_BYTES * PAGE_BYTES,
+            min(end, start + whole_pages(address + size - start)),
+        )
+        for start, end in ranges
+        for address, size in used.values()
+        if start <= address < end
+    )
 
 
 def lay_anew(
@@ -166,8 +163,8 @@ def lay_anew(
     """
     ranges = tuple(ranges)
     problem = _Problem(step, used, carried, spare_bytes)
-    least_bytes = _whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
-    room_bytes = most_bytes - sum(end - start for start, end in ranges)
+    least_bytes = whole_pages(max(PAGE_BYTES, most_alive(problem.lives, problem.passing, 0)))
+    room_bytes = most_bytes - total_bytes(ranges)
     best: tuple[Extent, Laid] | None = None
     for seed in range(MAX_SEEDS):
         if least_bytes > room_bytes:
@@ -182,10 +179,6 @@ def lay_anew(
     if best is None or best[0].size_bytes > room_bytes:
         raise NoRoomError(f"no packing of its blocks was found that fits into {format_bytes(most_bytes)}")
     return best
-
-
-def _whole_pages(size_bytes: int) -> int:
-    return -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
 
 
 def lay(
@@ -276,9 +269,9 @@ class _Problem:
             if missing > 0:
                 too_small = size_bytes
             if best is None:
-                size_bytes += _whole_pages(missing)
+                size_bytes += whole_pages(missing)
                 continue
-            size_bytes = _whole_pages((too_small + best[0].size_bytes) // 2)
+            size_bytes = whole_pages((too_small + best[0].size_bytes) // 2)
             if not too_small or best[0].size_bytes - too_small <= max(PAGE_BYTES, CLOSE_SHARE * size_bytes):
                 break
         return best

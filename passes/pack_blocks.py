@@ -16,7 +16,7 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, Allocation
+from fxhome.passes.allocator import SMALL_BYTES, Allocation, whole_pages
 
 NEVER = 1 << 62
 ROUNDS = 6000
@@ -165,7 +165,7 @@ def packed_bytes(step: Sequence[Allocation]) -> int:
             size_bytes, start = alive.pop(event.name)
             lives.append(Life(size_bytes, start, number))
     lives += [Life(size_bytes, start, len(step)) for size_bytes, start in alive.values()]
-    return -(-pack(lives, (), 0).top // PAGE_BYTES) * PAGE_BYTES
+    return whole_pages(pack(lives, (), 0).top)
 
 
 def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]:
