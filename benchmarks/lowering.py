@@ -27,7 +27,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
-from benchmarks.pretend_gpu import derived_times, environment, install, with_estimated_host
+from benchmarks.pretend_gpu import environment, install, known_timings, with_estimated_host
 from benchmarks.workloads import WORKLOADS
 from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
@@ -191,12 +191,7 @@ def _profile() -> DeviceProfile:
 
 def _known_times(wanted: dict[str, Any], cache: Any, _: str) -> None:
     """Take the times that were measured on the device; whatever is missing is estimated, and named."""
-    times = json.loads((PROFILES / "h200_ops.json").read_text())
-    cache.entries = {key: cost_model.OpTiming(*figures) for key, figures in times.items()}
-    cache.entries |= {
-        signature: cost_model.OpTiming(us, size)
-        for signature, (us, size) in derived_times(wanted, times, _profile()).items()
-    }
+    cache.entries = known_timings(wanted, json.loads((PROFILES / "h200_ops.json").read_text()), _profile())
     for signature in wanted.keys() - cache.entries.keys():
         print("not measured:", signature[:200], file=sys.stderr)
 

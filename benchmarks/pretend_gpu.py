@@ -27,6 +27,7 @@ import torch
 from fxhome.device import DeviceProfile
 from fxhome.host_costs import HostCosts
 from fxhome.passes.cost_model import op_signature
+from fxhome.passes.op_timing import OpTiming
 
 ESTIMATED_HOST = HostCosts(
     inner="inductor",
@@ -186,6 +187,17 @@ def derived_times(
             if measured is not None:
                 found[signature] = (measured[0] / 2, int(measured[1]) // 2)
     return found
+
+
+def known_timings(
+    wanted: Mapping[str, tuple[torch.fx.Node, tuple[Any, ...]]],
+    times: Mapping[str, Sequence[float]],
+    profile: DeviceProfile,
+) -> dict[str, OpTiming]:
+    """What was measured of the operators that are wanted, and what can be derived from it."""
+    derived = derived_times(wanted, times, profile)
+    found = {signature: times.get(signature) or derived.get(signature) for signature in wanted}
+    return {signature: OpTiming(*figures) for signature, figures in found.items() if figures is not None}
 
 
 def _answer(value: Any, *_: Any, **__: Any) -> Any:

@@ -24,14 +24,13 @@ import torch
 from torch.fx.graph_module import GraphModule
 from torch.overrides import TorchFunctionMode
 
-from benchmarks.pretend_gpu import derived_times
+from benchmarks.pretend_gpu import known_timings
 from benchmarks.search_problems import save_case
 from benchmarks.workloads import WORKLOADS
 from fxhome.device import DeviceProfile
 from fxhome.options import Options
 from fxhome.passes import cost_model, pipeline
 from fxhome.passes.cost_model import TimingCache
-from fxhome.passes.op_timing import OpTiming
 from fxhome.passes.problem import Costs
 from fxhome.passes.simulate import Problem
 from fxhome.trace_offline import trace_joint
@@ -99,14 +98,12 @@ def _recalled(profile: DeviceProfile, times: Times) -> Iterator[list[Costs]]:
     made: list[Costs] = []
 
     def recall(wanted: dict[str, Any], cache: TimingCache, _: str) -> None:
-        found: dict[str, tuple[float, int]] = dict(derived_times(wanted, times, profile))
-        for signature in wanted:
-            value = times.get(signature)
-            if value is None and "scaled_dot_product" in signature:
-                value = attention.get(_attention_key(signature))
-            if value is not None:
-                found[signature] = value
-        cache.entries = {signature: OpTiming(*value) for signature, value in found.items()}
+        same = {
+            signature: attention[key]
+            for signature in wanted
+            if "scaled_dot_product" in signature and (key := _attention_key(signature)) in attention
+        }
+        cache.entries = known_timings(wanted, same | dict(times), profile)
 
     def remember(*arguments: Any, **how: Any) -> Costs:
         made.append(costs(*arguments, **how))
