@@ -6,7 +6,8 @@ Every method is compiled and metered first; then all are timed in turns in this 
 meets all alike. fxhome's budgets are enforced: the allocator is capped at budget + max(256 MiB, 3 %) while its steps
 are timed and metered; they are timed once more without the cap, because nothing caps torch's own methods. Writes
 <out>/<workload>_<device>.json, .md and .png; a row that is there already is not measured again (--again measures all),
-so a run can be resumed; `compile` is measured in every run: the ratios refer to it.
+so a run can be resumed; `compile` is measured in every run: the ratios refer to it. Of several such processes on one
+device none is timed while another compiles (benchmarks/quiet.py), as far as --quiet-by allows.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ import torch
 from torch import nn
 
 import fxhome
+from benchmarks.quiet import getting_ready, quiet
 from benchmarks.step_table import picture, table
 from benchmarks.step_trace import DeviceEvent, kernel_differences, summary, trace_step
 from benchmarks.workloads import WORKLOADS
@@ -55,6 +57,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=4, help="timed steps per turn")
     parser.add_argument("--rounds", type=int, default=4, help="turns of each method")
     parser.add_argument("--until", type=float, help="seconds after which no further method is compiled")
+    parser.add_argument(
+        "--quiet-by", type=float, default=0.0, help="seconds by which timing begins though others still compile"
+    )
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--inner", default=None)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/train_step"))
@@ -106,26 +111,20 @@ class Bench:
 
     def run(self) -> None:
         """Compile and meter every method that has no row yet, then time them in turns."""
-        ready: list[Method] = []
-        for name, build in self.wanted():
-            if name in self.rows and name != REFERENCE:
-                continue
-            if self.arguments.until is not None and time.perf_counter() - self.began > self.arguments.until:
-                print(f"not started, the time is over: {name}", flush=True)
-                continue
-            method = self.prepared(name, build)
-            if method is not None:
-                ready.append(method)
-        with measuring_turn(self.device):
+        with getting_ready(self.device):
+            ready = self.all_prepared()
+        left_seconds = self.arguments.quiet_by - (time.perf_counter() - self.began)
+        with quiet(self.device, left_seconds) as alone, measuring_turn(self.device):
             for turn in range(self.arguments.rounds):
                 for method in ready if turn % 2 == 0 else reversed(ready):
                     self.time(method)
-        if self.arguments.trace and self.device.type == "cuda":
-            self.trace([method for method in ready if method.times])
+            if self.arguments.trace and self.device.type == "cuda":
+                self.trace([method for method in ready if method.times])
         reference = next((m for m in ready if m.name == REFERENCE and m.times), None)
         for method in ready:
             if method.times:
                 method.figures |= {
+                    "alone": alone,
                     "step_seconds": statistics.median(method.times),
                     "fastest_seconds": min(method.times),
                     "slowest_seconds": max(method.times),
@@ -140,6 +139,20 @@ class Bench:
             self.rows[method.name] = method.figures
             print(json.dumps({method.name: method.figures}), flush=True)
         self.write()
+
+    def all_prepared(self) -> list[Method]:
+        """Every method that has no row yet and is to be had before the time is over."""
+        ready: list[Method] = []
+        for name, build in self.wanted():
+            if name in self.rows and name != REFERENCE:
+                continue
+            if self.arguments.until is not None and time.perf_counter() - self.began > self.arguments.until:
+                print(f"not started, the time is over: {name}", flush=True)
+                continue
+            method = self.prepared(name, build)
+            if method is not None:
+                ready.append(method)
+        return ready
 
     def wanted(self) -> list[tuple[str, Callable[[], Method]]]:
         """Names of rows and how to build what they measure."""
@@ -249,12 +262,11 @@ class Bench:
     def trace(self, methods: list[Method]) -> None:
         """One profiled step of each method; a file beside the rows with totals, gaps, copies and every event."""
         found: dict[str, list[DeviceEvent]] = {}
-        with measuring_turn(self.device):
-            for method in methods:
-                with method.around:
-                    self.open_cap(method.cap_bytes)
-                    self.one(method.step)
-                    found[method.name] = trace_step(lambda method=method: self.one(method.step))
+        for method in methods:
+            with method.around:
+                self.open_cap(method.cap_bytes)
+                self.one(method.step)
+                found[method.name] = trace_step(lambda method=method: self.one(method.step))
         stock = found.get(REFERENCE, [])
         document = {
             name: summary(events) | {"kernels": kernel_differences(stock, events) if stock else []}
