@@ -189,7 +189,8 @@ def frugal_benchmarks(limit_bytes: int | None = None) -> Iterator[None]:
 
     It does so beside a buffer of the device's cache size (in here beside none), and on copies of what the kernel
     overwrites. In a forward it makes those on the device whatever that takes. In here they go to the host where
-    torch would have more than `limit_bytes` allocated with them (CUDA only; None: left as it is).
+    torch would have more than `limit_bytes` allocated with them (CUDA only; None: left as it is), and come back from
+    there behind all trials of a variant rather than within each, whose time they would outweigh by far.
     """
     module: Any = importlib.import_module("torch._inductor.runtime.benchmarking")
     own = vars(module.benchmarker)
@@ -212,8 +213,11 @@ _COPY_GRANULE_BYTES = 1 << 20
 def _copies_within(limit_bytes: int) -> Iterator[None]:
     heuristics: Any = importlib.import_module("torch._inductor.runtime.triton_heuristics")
     tuner: Any = heuristics.CachingAutotuner
-    original = tuner.copy_args_to_cpu_if_needed
+    original, original_bench = tuner.copy_args_to_cpu_if_needed, tuner.bench
+    original_restore = tuner.restore_args_from_cpu
     on_the_host = False
+    behind: dict[str, Any] = {}
+    """What is restored behind the trials that run just now."""
 
     def choose(self: Any, *args: Any, **kwargs: Any) -> Any:
         nonlocal on_the_host
@@ -230,11 +234,26 @@ def _copies_within(limit_bytes: int) -> Iterator[None]:
         on_the_host = on_the_host or bool(chosen)
         return chosen
 
-    tuner.copy_args_to_cpu_if_needed = choose
+    def restore(self: Any, copies: dict[str, Any]) -> None:
+        # A kernel takes as long on what it has overwritten already; indices, though, must stay within bounds.
+        later = {name: pair for name, pair in copies.items() if pair[0].is_floating_point()}
+        behind.update(later)
+        original_restore(self, {name: pair for name, pair in copies.items() if name not in later})
+
+    def bench(self: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return original_bench(self, *args, **kwargs)
+        finally:
+            for overwritten, copy in behind.values():
+                overwritten.as_strided((copy.numel(),), (1,)).copy_(copy, non_blocking=True)
+            behind.clear()
+
+    tuner.copy_args_to_cpu_if_needed, tuner.restore_args_from_cpu, tuner.bench = choose, restore, bench
     try:
         yield
     finally:
-        tuner.copy_args_to_cpu_if_needed = original
+        tuner.copy_args_to_cpu_if_needed, tuner.restore_args_from_cpu = original, original_restore
+        tuner.bench = original_bench
         if on_the_host:
             # Pinned copies as large as activations: nothing asks for such again.
             torch._C._host_emptyCache()

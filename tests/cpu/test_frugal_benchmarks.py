@@ -71,6 +71,36 @@ def test_it_goes_to_the_host_where_there_is_none(tuner: Any, monkeypatch: pytest
     assert emptied == [1], "pinned copies are given back"
 
 
+def test_what_is_on_the_host_comes_back_behind_all_trials_of_a_variant(
+    tuner: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within each trial the way back would be most of what is compared; only indices need it there."""
+    order: list[str] = []
+    overwritten, indices = torch.zeros(4), torch.zeros(4, dtype=torch.int64)
+    copies_made = {"in_out_ptr0": (overwritten, torch.ones(4)), "in_out_ptr1": (indices, torch.ones(4).long())}
+
+    def bench(self: Any, fails: bool) -> float:
+        for _ in range(3):
+            order.append(f"trial on {int(overwritten[0])} {int(indices[0])}")
+            overwritten.add_(5)
+            indices.add_(5)
+            self.restore_args_from_cpu(copies_made)
+        if fails:
+            raise RuntimeError("in a trial")
+        return 1.0
+
+    monkeypatch.setattr(tuner, "bench", bench)
+    kernel: Any = object.__new__(tuner)
+    with frugal_benchmarks(1):
+        assert tuner.bench(kernel, False) == 1.0
+        assert order == ["trial on 0 0", "trial on 5 1", "trial on 10 1"]
+        assert (overwritten.tolist(), indices.tolist()) == ([1.0] * 4, [1] * 4)
+        with pytest.raises(RuntimeError, match="in a trial"):
+            tuner.bench(kernel, True)
+        assert overwritten.tolist() == [1.0] * 4
+    assert tuner.bench is bench
+
+
 def test_without_a_limit_inductor_copies_as_it_does(tuner: Any) -> None:
     kernel = Kernel(is_forward=True)
     with frugal_benchmarks():
@@ -96,4 +126,6 @@ def test_all_is_put_back_even_after_an_error(tuner: Any) -> None:
 def test_inductor_still_decides_by_what_is_patched() -> None:
     tuner = triton_heuristics.CachingAutotuner
     assert "copy_args_to_cpu_if_needed" in tuner.bench.__code__.co_names
+    trials = [code for code in tuner.bench.__code__.co_consts if hasattr(code, "co_names")]
+    assert any("restore_args_from_cpu" in code.co_names for code in trials)
     assert "optimize_mem" in tuner.copy_args_to_cpu_if_needed.__code__.co_names
