@@ -25,7 +25,7 @@ from fxhome.passes.allocator import PAGE_BYTES
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import Planned, Situation, rewrite
-from fxhome.passes.recorded_layouts import keep_recorded_layouts
+from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
 from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.raw_allocator import CudaAllocator
@@ -117,7 +117,9 @@ def lower(
     # forbid backward(retain_graph=True).
     planned_here = planned is not None and not planned.is_baseline
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
-        with torch._functorch.config.patch(donated_buffer=False) if planned_here else contextlib.nullcontext():
+        if not planned_here:
+            return _compile_fx(gm, example_inputs, patches, **extra)
+        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept():
             return _compile_fx(gm, example_inputs, patches, **extra)
 
 

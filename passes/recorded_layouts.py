@@ -6,14 +6,21 @@
 Inductor constrains the operands of operators that were traced; those that a pass inserts it leaves free. Here a layout
 that is still open is closed as recorded, and one that is fixed is left: a copy in another layout would be freed while
 it is still being moved.
+
+What nothing constrains Inductor lays out by what it reads, and where that tells nothing, row by row: a concatenation
+of channels-last images, for one, which is then written and read across. `channels_last_kept` closes those as recorded,
+too.
 """
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import fx
 
+from fxhome.passes.channels_last import prefers_channels_last
 from fxhome.runtime import codec_ops, ops
 
 MOVERS = (ops.swap_out, codec_ops.encode_op, codec_ops.swap_out_encoded_op)
@@ -42,3 +49,36 @@ def _close_layouts(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             strides = [int(step) for step in recorded.meta["val"].stride()]
             ir.as_storage_and_layout(operand, freeze=True, want_contiguous=False, exact_strides=strides)
     return call(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def channels_last_kept() -> Iterator[None]:
+    """While a graph is lowered in here, a layout that is still open at its end is channels-last where the graph's is.
+
+    Lowerings must not run at the same time in other threads (passes/torch_compat.py, compile_lock).
+    """
+    from torch._inductor import ir
+
+    original = ir.ComputedBuffer.get_fill_order
+
+    def fill_order(self: Any) -> Any:
+        if isinstance(self.layout, ir.FlexibleLayout) and _is_recorded_channels_last(self):
+            return ir.stride_order2fill_order(ir.NHWC_STRIDE_ORDER)
+        return original(self)
+
+    ir.ComputedBuffer.get_fill_order = fill_order  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        ir.ComputedBuffer.get_fill_order = original  # type: ignore[method-assign]
+
+
+def _is_recorded_channels_last(buffer: Any) -> bool:
+    origin = getattr(buffer.data, "origin_node", None)
+    value = origin.meta.get("val") if isinstance(origin, fx.Node) else None
+    return (
+        isinstance(value, torch.Tensor)
+        and value.ndim == len(buffer.get_size()) == 4
+        and [int(length) for length in value.shape] == [int(length) for length in buffer.get_size()]
+        and prefers_channels_last(value)
+    )

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+import operator
 from typing import Any
 
 import pytest
 import torch
 from torch import fx
-from torch._inductor import lowering
+from torch._inductor import ir, lowering
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from fxhome.passes.inductor_check import laid_out_otherwise
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.partition import partition
-from fxhome.passes.recorded_layouts import keep_recorded_layouts
+from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
 from fxhome.passes.schedule import schedule
 from fxhome.passes.simulate import SWAP, simulate
 from fxhome.passes.torch_compat import NOT_PADDED
@@ -124,6 +126,50 @@ def test_an_open_layout_is_closed_as_recorded() -> None:
     assert lowering.lowerings[ops.swap_out] is closed
     assert moved_strides(*moved_mask(first_is_last=True)) == CHANNELS_LAST
     assert moved_strides(*moved_mask(first_is_last=False)) == (512, 64, 8, 1)
+
+
+class Layouts:
+    """A scheduler pass that stops with the strides of all buffers of four dimensions."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        layouts = [node.node.get_layout() for node in nodes]
+        raise Seen([tuple(int(step) for step in layout.stride) for layout in layouts if len(layout.size) == 4])
+
+    def uuid(self) -> None:
+        """Never cached."""
+        return None
+
+
+@pytest.mark.parametrize("is_kept", [True, False])
+def test_what_its_reads_tell_nothing_of_stays_channels_last(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
+    """Concatenated row by row, channels-last images are written across, and read across by what pools them."""
+    # Torch 2.11 cannot see through a concatenation's reads; later versions can.
+    monkeypatch.setattr(ir.ComputedBuffer, "get_fill_order", lambda buffer: [3, 2, 1, 0])
+    graph = fx.Graph()
+
+    def call(target: Any, *args: Any) -> fx.Node:
+        node = graph.call_function(target, args)
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
+        return node
+
+    with FakeTensorMode():
+        images = [graph.placeholder("a"), graph.placeholder("b")]
+        for image in images:
+            image.meta["val"] = torch.empty(SHAPE).to(memory_format=torch.channels_last)
+        relus = [call(torch.ops.aten.relu.default, image) for image in images]
+        image = call(torch.ops.aten.cat.default, relus, 1)
+        pooled = call(torch.ops.aten.max_pool2d_with_indices.default, image, [3, 3], [2, 2])
+        graph.output((call(operator.getitem, pooled, 0),))
+    kept = channels_last_kept() if is_kept else contextlib.nullcontext()
+    patches = {
+        "_post_fusion_custom_pass": Layouts(),
+        "fx_graph_cache": False,
+        "layout_optimization": False,
+        "force_pointwise_cat": True,
+    }
+    with torch._inductor.config.patch(patches), kept, pytest.raises(Seen) as found:
+        compile_fx_inner(fx.GraphModule({}, graph), [image.meta["val"] for image in images])
+    assert found.value.args[0][0] == ((1024, 1, 128, 16) if is_kept else (1024, 64, 8, 1))
 
 
 @pytest.mark.parametrize(("is_marked", "strides"), [(False, (3456, 1152, 1)), (True, (3300, 1100, 1))])
