@@ -45,7 +45,7 @@ class Training:
         self.optimizer = optimizer(self.model.parameters()) if optimizer is not None else None
 
     def run(self, count: int) -> list[torch.Tensor]:
-        """The last step's loss and gradients."""
+        """The last step's loss and gradients, on the host: on the device they would be memory that no plan knew of."""
         for _ in range(count):
             for weight in self.model.parameters():
                 weight.grad = None
@@ -54,8 +54,8 @@ class Training:
             if self.optimizer is not None:
                 self.optimizer.step()
         torch.cuda.synchronize()
-        gradients = [weight.grad.clone() for weight in self.model.parameters() if weight.grad is not None]
-        return [loss.detach().clone(), *gradients]
+        gradients = [weight.grad.cpu() for weight in self.model.parameters() if weight.grad is not None]
+        return [loss.detach().cpu(), *gradients]
 
     @property
     def blocks(self) -> PlacedBlocks:
