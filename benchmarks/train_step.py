@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 import fxhome
-from benchmarks.quiet import getting_ready, quiet
+from benchmarks.quiet import getting_ready, quiet, tuned_in_turn
 from benchmarks.step_table import picture, table
 from benchmarks.step_trace import DeviceEvent, kernel_differences, summary, trace_step
 from benchmarks.workloads import WORKLOADS
@@ -111,15 +111,21 @@ class Bench:
 
     def run(self) -> None:
         """Compile and meter every method that has no row yet, then time them in turns."""
-        with getting_ready(self.device):
+        with getting_ready(self.device), tuned_in_turn(self.device):
             ready = self.all_prepared()
         left_seconds = self.arguments.quiet_by - (time.perf_counter() - self.began)
         with quiet(self.device, left_seconds) as alone, measuring_turn(self.device):
             for turn in range(self.arguments.rounds):
                 for method in ready if turn % 2 == 0 else reversed(ready):
                     self.time(method)
+                self.keep(ready, alone)
+            for method in ready:
+                print(json.dumps({method.name: method.figures}), flush=True)
             if self.arguments.trace and self.device.type == "cuda":
                 self.trace([method for method in ready if method.times])
+
+    def keep(self, ready: list[Method], alone: bool) -> None:
+        """Write down what is known of all methods by now."""
         reference = next((m for m in ready if m.name == REFERENCE and m.times), None)
         for method in ready:
             if method.times:
@@ -137,7 +143,6 @@ class Bench:
                     if method.uncapped_times:
                         method.figures["uncapped_ratio"] = statistics.median(method.uncapped_times) / stock_seconds
             self.rows[method.name] = method.figures
-            print(json.dumps({method.name: method.figures}), flush=True)
         self.write()
 
     def all_prepared(self) -> list[Method]:

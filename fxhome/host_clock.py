@@ -21,5 +21,5 @@ class Sweeper:
 
 
 def undisturbed(times: Sequence[float]) -> float:
-    """The lower quartile of at least two times: other processes on the same cores only ever add."""
+    """The lower quartile of at least two times: other processes on the same cores or device only ever add."""
     return statistics.quantiles(times, n=4, method="inclusive")[0]

@@ -6,7 +6,6 @@ The random state of the process is forked; nothing of the user's is read or writ
 """
 
 import contextlib
-import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -23,11 +22,11 @@ WARMUP_RUNS = 1
 TIMED_RUNS = 3
 # One slow operator must not hold up planning: after this much time it has been seen often enough.
 ENOUGH_US = 60_000.0
-# On CUDA: how long an operator runs before and while it is timed, how often at most, in how many parts of which the
-# median counts, and below which time it is too small a part of any step to be run before.
+# On CUDA: how long an operator runs before and while it is timed, how often at most, in how many parts of which those
+# count that nobody else has made longer, and below which time it is too small a part of any step to be run before.
 SETTLE_US = 40_000.0
 MAX_CUDA_RUNS = 200
-PARTS = 5
+PARTS = 8
 BRIEF_US = 30.0
 # On CUDA: how long the device is held up at first and at most while calls are queued, at about the clock of today's
 # devices, and from which time on a call is longer than its launch in any case.
@@ -115,14 +114,14 @@ def _time_cuda(target: Any, args: Any, kwargs: Any, device: torch.device) -> OpT
     host_us = _host_us(target, args, kwargs, device)
     once_us = _elapsed_us(target, args, kwargs, 1)
     # A burst runs at a higher clock than a whole training step does: the device is kept busy until the clock has
-    # settled, and timed without a gap behind that. Whoever else uses the device meanwhile makes a part of it longer.
+    # settled, and timed without a gap behind that. Whoever else uses the device meanwhile makes parts of it longer.
     runs = max(TIMED_RUNS, min(MAX_CUDA_RUNS, int(SETTLE_US / max(once_us, 1.0))))
     if once_us >= BRIEF_US:
         _elapsed_us(target, args, kwargs, runs, hold_us=0.0)
     part = -(-runs // PARTS)
     # Held up, a device cools down: what is longer than its launch is timed without.
     hold_us = HOLD_US if once_us < LONG_US else 0.0
-    elapsed_us = statistics.median(_elapsed_us(target, args, kwargs, part, hold_us) for _ in range(PARTS))
+    elapsed_us = undisturbed([_elapsed_us(target, args, kwargs, part, hold_us) for _ in range(PARTS)])
     return OpTiming(elapsed_us, workspace, host_us)
 
 
