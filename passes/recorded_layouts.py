@@ -8,14 +8,14 @@ that is still open is closed as recorded, and one that is fixed is left: a copy 
 it is still being moved.
 
 What nothing constrains Inductor lays out by what it reads, and where that tells nothing, row by row: a concatenation
-of channels-last images, for one, which is then written and read across. `channels_last_kept` closes those as recorded,
-too.
+of channels-last images, for one, which is then written and read across, or copied once more. `channels_last_kept`
+closes those as recorded, too.
 """
 
 import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -58,27 +58,39 @@ def channels_last_kept() -> Iterator[None]:
     Lowerings must not run at the same time in other threads (passes/torch_compat.py, compile_lock).
     """
     from torch._inductor import ir
+    from torch._inductor.virtualized import V
 
-    original = ir.ComputedBuffer.get_fill_order
+    fill_order, create = ir.ComputedBuffer.get_fill_order, ir.ConcatKernel.__dict__["create"]
 
-    def fill_order(self: Any) -> Any:
+    def recorded_order(self: Any) -> Any:
         if isinstance(self.layout, ir.FlexibleLayout) and _is_recorded_channels_last(self):
             return ir.stride_order2fill_order(ir.NHWC_STRIDE_ORDER)
-        return original(self)
+        return fill_order(self)
 
-    ir.ComputedBuffer.get_fill_order = fill_order  # type: ignore[method-assign]
+    def joined(cls: Any, inputs: Sequence[Any], dim: int) -> Any:
+        # It is channels-last where one of its parts is for certain.
+        if _prefers_channels_last(V.graph.current_node):
+            for part in inputs:
+                if ir.is_storage_and_layout(part) and isinstance(part.get_layout(), ir.FlexibleLayout):
+                    ir.as_storage_and_layout(
+                        part, freeze=True, want_contiguous=False, stride_order=list(ir.NHWC_STRIDE_ORDER)
+                    )
+        return create.__func__(cls, inputs, dim)
+
+    ir.ComputedBuffer.get_fill_order = recorded_order  # type: ignore[method-assign]
+    ir.ConcatKernel.create = classmethod(joined)  # type: ignore[assignment]
     try:
         yield
     finally:
-        ir.ComputedBuffer.get_fill_order = original  # type: ignore[method-assign]
+        ir.ComputedBuffer.get_fill_order = fill_order  # type: ignore[method-assign]
+        ir.ConcatKernel.create = create  # type: ignore[method-assign]
 
 
 def _is_recorded_channels_last(buffer: Any) -> bool:
-    origin = getattr(buffer.data, "origin_node", None)
-    value = origin.meta.get("val") if isinstance(origin, fx.Node) else None
-    return (
-        isinstance(value, torch.Tensor)
-        and value.ndim == len(buffer.get_size()) == 4
-        and [int(length) for length in value.shape] == [int(length) for length in buffer.get_size()]
-        and prefers_channels_last(value)
-    )
+    origin, size = getattr(buffer.data, "origin_node", None), [int(length) for length in buffer.get_size()]
+    return _prefers_channels_last(origin) and [int(length) for length in origin.meta["val"].shape] == size
+
+
+def _prefers_channels_last(node: Any) -> TypeGuard[fx.Node]:
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return isinstance(value, torch.Tensor) and value.ndim == 4 and prefers_channels_last(value)
