@@ -4,9 +4,9 @@
     dy = max_pool2d_with_indices_backward(g, y, ..)    asks the shape of y
     dc = threshold_backward(dy, y, 0)                  asks where y <= 0
 
-One bit per element (cuda_kernels.relu_mask) gives the same gradients, bit for bit. What a convolution reads besides does
-not qualify, nor does what something is recomputed from: a plan that may rebuild a reader in the backward needs values.
-(Gist, Jain et al. 2018, calls the first case binarization.)
+One bit per element (cuda_kernels.relu_mask) gives the same gradients, bit for bit. What a convolution reads besides
+does not qualify, nor does what something may be recomputed from: a reader of the forward that runs again in the
+backward wants values. (Gist, Jain et al. 2018, calls the first case binarization.)
 """
 
 from collections.abc import Collection, Mapping
@@ -31,8 +31,8 @@ MASK_CODECS = frozenset({RELU_MASK, RELU6_MASK})
 
 
 def asked_of(reader: fx.Node, source: fx.Node) -> str | None:
-    """What an operator of the backward needs of `source`: the mask codec that keeps it, "" for the shape alone, None for
-    its values."""
+    """What an operator of the backward needs of `source`: the mask codec that keeps it, "" for the shape alone, None
+    for its values."""
     others = [argument for position, argument in enumerate(reader.args) if position != 1]
     if len(reader.args) < 2 or reader.args[1] is not source or reader.kwargs or source in tree_leaves(others):
         return None
@@ -46,7 +46,7 @@ def asked_of(reader: fx.Node, source: fx.Node) -> str | None:
 
 
 def value_reader(decoded: fx.Node, codec: str) -> fx.Node | None:
-    """A reader of a decoded mask, or of a view of it, that asks for more than `codec` has kept; None where none does."""
+    """A reader of a decoded mask, or of a view of it, that asks for more than `codec` kept; None where none does."""
     for reader in decoded.users:
         # Not by storages: a decoded tensor stands in for another one in what its readers recorded.
         if _views_by_schema(reader, decoded.meta["val"].dtype):

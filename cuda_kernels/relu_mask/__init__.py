@@ -62,4 +62,6 @@ def _relu_mask(name: str, upper: float | None) -> ReluMask:
     )
 
 
-CODECS: dict[str, Codec] = {codec.name: codec for codec in (_relu_mask("relu_mask", None), _relu_mask("relu6_mask", 6.0))}
+CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (_relu_mask("relu_mask", None), _relu_mask("relu6_mask", 6.0))
+}

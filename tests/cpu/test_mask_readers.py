@@ -143,9 +143,7 @@ def masked() -> Run:
 def test_a_reader_of_values_behind_a_mask_breaks_a_graph_rule() -> None:
     run = masked()
     graph = run.backward.graph
-    (decode,) = [
-        node for node in graph.nodes if node.target is codec_ops.decode_op and node.args[6] == "relu_mask"
-    ]
+    (decode,) = [node for node in graph.nodes if node.target is codec_ops.decode_op and node.args[6] == "relu_mask"]
     with graph.inserting_after(decode):
         view = graph.call_function(torch.ops.aten.view.default, (decode, [-1]))
     with decode.meta["val"].fake_mode:
