@@ -203,7 +203,8 @@ class Step:
         self.waiting = [node.meta["val"] for node in placed.backward.graph.nodes if node.op == "placeholder"]
         self.compiled: tuple[Run, Run] = (boxed_callable(placed.forward), boxed_callable(placed.backward))
 
-    def __call__(self, forward: Run, backward: Run) -> None:
+    def __call__(self, forward: Run, backward: Run) -> list[Any]:
+        """Run it; gives the gradients."""
         with torch.no_grad():  # as the compiled graphs run: the backward is a graph of its own
             outputs = list(forward(list(self.inputs)))
             arguments = outputs[self.num_fwd_outputs :]
@@ -212,7 +213,15 @@ class Step:
                 torch.ones(tuple(value.shape), dtype=value.dtype, device="cuda")
                 for value in self.waiting[len(arguments) :]
             ]
-            backward(arguments)
+            return list(backward(arguments))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of a step with fixed random numbers and convolutions that repeat themselves."""
+        torch.manual_seed(0)
+        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+            found = [value for value in self(*self.compiled) if isinstance(value, torch.Tensor)]
+        torch.cuda.synchronize()
+        return found
 
     def measure(self, repeats: int) -> dict[str, float]:
         """Median step time, and the medians of all transfer times of a step by kind; all in ms."""
@@ -275,17 +284,24 @@ def swap_latency(
             joint, num_fwd_outputs, inputs = capture_joint(model, *data)
             base: dict[str, float] = {}
             plain: dict[str, float] = {}
+            exact: list[torch.Tensor] = []
             for variant in (*BASES, *compressed):
                 codec_sites.clear()
                 how = VARIANTS[variant]
                 placed = place(joint, num_fwd_outputs, profile, how.order, how.lossy, masks=how.masks)
-                found = Step(placed, inputs, num_fwd_outputs).measure(repeats)
+                step = Step(placed, inputs, num_fwd_outputs)
+                found = step.measure(repeats)
                 base = found if variant == "kept" else base
                 plain = found if variant == "plain" else plain
                 for kind in KINDS:
                     key = (precision, variant, kind)
                     totals[key] = totals.get(key, 0.0) + found[f"{kind}_ms"]
                 row: dict[str, Any] = {"saved_mib": placed.saved_bytes / 2**20, **found}
+                if variant == "plain":
+                    exact = step.gradients()
+                if variant != "kept" and not how.lossy:
+                    # The plain variant is compared with itself: what does not repeat itself proves nothing.
+                    row["gradients_identical"] = same_bits(step.gradients(), exact)
                 row["exposed_ms"] = found["step_ms"] - base["step_ms"]
                 if variant in compressed:
                     row |= reductions(found, plain)
@@ -294,8 +310,8 @@ def swap_latency(
                     row["sparse_mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.sparse_bytes.items()}
                     row["seen"] = "; ".join(codec_sites.notes(joint_key(placed)))
                 say("swap latency", f"{name} {precision} {variant}", **row)
-                del placed
-            del joint, inputs
+                del placed, step
+            del joint, inputs, exact
         say("swap latency", f"{name} total", loss=loss, seconds=time.perf_counter() - begin)
         del model, data
         torch.cuda.empty_cache()
@@ -308,6 +324,14 @@ def swap_latency(
             found["swap_ms"] = sum(found.values())
         for variant in compressed:
             say("all networks", f"{precision} {variant}", **sums[variant], **reductions(sums[variant], sums["plain"]))
+
+
+def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Whether all gradients have the same bits; no NaN is equal to itself otherwise."""
+    return len(found) == len(expected) and all(
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def reductions(found: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
