@@ -218,8 +218,11 @@ class Step:
     def gradients(self) -> list[torch.Tensor]:
         """Of a step with fixed random numbers and convolutions that repeat themselves."""
         torch.manual_seed(0)
-        with torch.backends.cudnn.flags(enabled=True, benchmark=False, deterministic=True):
+        torch.backends.cudnn.deterministic = True
+        try:
             found = [value for value in self(*self.compiled) if isinstance(value, torch.Tensor)]
+        finally:
+            torch.backends.cudnn.deterministic = False
         torch.cuda.synchronize()
         return found
 
