@@ -4,8 +4,8 @@ relu_mask     !(x <= 0)               what threshold_backward asks of a relu's r
 relu6_mask    !(x <= 0 or x >= 6)     what hardtanh_backward asks of a relu6's argument
 
 A NaN has its bit set, as both operators have it (only the CPU's vectorised hardtanh_backward does not, nor agrees with
-its own scalar remainder there). Decoded is 1 where the bit is set and 0 elsewhere: another tensor, from which those two operators
-make the same gradients bit for bit. Element 8 j + i is bit i of byte j.
+its own scalar remainder there). Decoded is 1 where the bit is set and 0 elsewhere: another tensor, from which those two
+operators make the same gradients bit for bit. Element 8 j + i is bit i of byte j.
 """
 
 from __future__ import annotations
