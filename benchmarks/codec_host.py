@@ -96,7 +96,7 @@ class _Timed(fx.Interpreter):
 
 
 def step_cost(
-    step: Callable[[Callable[..., Any], Callable[..., Any]], None],
+    step: Callable[[Callable[..., Any], Callable[..., Any]], object],
     forward: fx.GraphModule,
     backward: fx.GraphModule,
     compiled: tuple[Callable[..., Any], Callable[..., Any]],

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import torch
@@ -12,6 +14,7 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 
 from fxhome.device import DeviceProfile
+from fxhome.passes import codec_choice
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import MIN_ZERO_SHARE, choose_codecs, zero_share
@@ -40,17 +43,29 @@ class Placed:
     saved_bytes: int
     kinds: dict[str, str]
     """Storage -> "sparse" (floats that a rectifier made or that follow from one), "dense" (other floats) or "other"."""
+    sparse_bytes: dict[str, int]
+    """As `bytes_by_codec`, of the sparse ones alone."""
 
 
 def place(
-    joint: fx.GraphModule, num_fwd_outputs: int, profile: DeviceProfile, order: tuple[int, ...], lossy: bool | str
+    joint: fx.GraphModule,
+    num_fwd_outputs: int,
+    profile: DeviceProfile,
+    order: tuple[int, ...],
+    lossy: bool | str,
+    *,
+    masks: bool = True,
 ) -> Placed:
-    """Give every saved storage the first placement of `order` that it may take; what may take none is kept."""
+    """Give every saved storage the first placement of `order` that it may take; what may take none is kept.
+
+    masks: whether what the backward asks for no values may be kept as one bit per element.
+    """
     work = normalize(copy_joint(joint))
     facts = extract_facts(work, num_fwd_outputs)
     costs = node_costs(work, facts, profile, measure=False)
     allow = {"swap", "compress"}
-    codecs = choose_codecs(work, facts, profile, allow, lossy=lossy)
+    with contextlib.nullcontext() if masks else mock.patch.object(codec_choice, "mask_codecs", return_value={}):
+        codecs = choose_codecs(work, facts, profile, allow, lossy=lossy)
     problem = build_problem(facts, costs, link_of(profile), allow, codecs=codecs)
     placement = problem.keep_all()
     for code in reversed(order):
@@ -63,13 +78,17 @@ def place(
         *partition(work, program, num_fwd_outputs), program, num_fwd_outputs, used, facts.fingerprint
     )
     graphs = insert_transfers(*graphs, program, num_fwd_outputs, used)
-    by_codec: dict[str, int] = {}
-    for s in np.flatnonzero(result.saved):
-        codec = problem.codec_of(int(s), int(placement[s])) or ("swapped plainly" if placement[s] == SWAP else "kept")
-        by_codec[codec] = by_codec.get(codec, 0) + facts.storages[s].copy_bytes
     known: dict[fx.Node, float] = {}
     kinds = {node.name: kind_of(node, known) for node in work.graph.nodes}
-    return Placed(*graphs, by_codec, sum(by_codec.values()), kinds)
+    by_codec: dict[str, int] = {}
+    sparse: dict[str, int] = {}
+    for s in np.flatnonzero(result.saved):
+        codec = problem.codec_of(int(s), int(placement[s])) or ("swapped plainly" if placement[s] == SWAP else "kept")
+        size = facts.storages[s].copy_bytes
+        by_codec[codec] = by_codec.get(codec, 0) + size
+        if kinds[facts.storages[s].name] == "sparse":
+            sparse[codec] = sparse.get(codec, 0) + size
+    return Placed(*graphs, by_codec, sum(by_codec.values()), kinds, sparse)
 
 
 def kind_of(node: fx.Node, known: dict[fx.Node, float]) -> str:

@@ -16,6 +16,7 @@ from fxhome.cuda_kernels import codec_by_name, raise_if_corrupt
 CASES = (
     ("zvc", torch.bfloat16), ("zvc", torch.float32), ("zvc_exponent", torch.bfloat16), ("exponent", torch.bfloat16),
     ("int4", torch.bfloat16), ("int4", torch.float32), ("bitpack", torch.bool),
+    ("relu_mask", torch.float32), ("relu6_mask", torch.bfloat16),
 )  # fmt: skip
 SIZES = (1, 4097)
 

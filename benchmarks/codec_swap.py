@@ -1,5 +1,8 @@
 """Swap latency of whole training steps with real activations: all saved tensors swapped, codecs on against off.
 
+Lossless means that loss and gradients have the same bits: where the backward asks a rectified tensor for no values (a
+pooling or a concatenation reads it, no convolution), one bit per element is moved; `values` moves every tensor whole.
+
 Each network is trained for 200 steps on crops of scikit-learn's two sample photographs; then one step is traced once
 per precision (fp32; bf16 autocast) and run as it is, with every saved tensor swapped plainly, and with the codecs
 (lossless; with lossy ones besides). Swap latency is the time of all copies and codec kernels, hidden or not, from
@@ -13,7 +16,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx, nn
@@ -29,14 +32,26 @@ NETWORKS = ("vgg16", "resnet50", "squeezenet1_1", "alexnet", "mobilenet_v2", "de
 CLASSES = 8
 KINDS = ("sparse", "dense", "other")
 SLEEP_CYCLES_PER_MS = 1.7e6
-VARIANTS: dict[str, tuple[tuple[int, ...], bool | str]] = {
-    "kept": ((), False),
-    "plain": (SWAPPED, False),
-    "lossless": (SWAPPED_ENCODED, False),
-    "lossy int8": (SWAPPED_ENCODED, "int8"),
-    "lossy int4": (SWAPPED_ENCODED, "int4"),
+
+
+class Variant(NamedTuple):
+    """The placements that a storage may take, best first; the lossy codec; whether masks may stand for values."""
+
+    order: tuple[int, ...]
+    lossy: bool | str = False
+    masks: bool = True
+
+
+BASES = ("kept", "plain")
+VARIANTS = {
+    "kept": Variant(()),
+    "plain": Variant(SWAPPED),
+    "lossless": Variant(SWAPPED_ENCODED),
+    "lossless values": Variant(SWAPPED_ENCODED, masks=False),
+    "lossy int8": Variant(SWAPPED_ENCODED, "int8"),
+    "lossy int4": Variant(SWAPPED_ENCODED, "int4"),
 }
-COMPRESSED = tuple(variant for variant in VARIANTS if variant not in ("kept", "plain"))
+COMPRESSED = tuple(variant for variant in VARIANTS if variant not in BASES)
 
 
 class Photographs:
@@ -188,7 +203,8 @@ class Step:
         self.waiting = [node.meta["val"] for node in placed.backward.graph.nodes if node.op == "placeholder"]
         self.compiled: tuple[Run, Run] = (boxed_callable(placed.forward), boxed_callable(placed.backward))
 
-    def __call__(self, forward: Run, backward: Run) -> None:
+    def __call__(self, forward: Run, backward: Run) -> list[Any]:
+        """Run it; gives the gradients."""
         with torch.no_grad():  # as the compiled graphs run: the backward is a graph of its own
             outputs = list(forward(list(self.inputs)))
             arguments = outputs[self.num_fwd_outputs :]
@@ -197,7 +213,18 @@ class Step:
                 torch.ones(tuple(value.shape), dtype=value.dtype, device="cuda")
                 for value in self.waiting[len(arguments) :]
             ]
-            backward(arguments)
+            return list(backward(arguments))
+
+    def gradients(self) -> list[torch.Tensor]:
+        """Of a step with fixed random numbers and convolutions that repeat themselves."""
+        torch.manual_seed(0)
+        torch.backends.cudnn.deterministic = True
+        try:
+            found = [value for value in self(*self.compiled) if isinstance(value, torch.Tensor)]
+        finally:
+            torch.backends.cudnn.deterministic = False
+        torch.cuda.synchronize()
+        return found
 
     def measure(self, repeats: int) -> dict[str, float]:
         """Median step time, and the medians of all transfer times of a step by kind; all in ms."""
@@ -231,10 +258,20 @@ class Step:
 
 
 def swap_latency(
-    networks: tuple[str, ...], batch: int, size: int, steps: int, repeats: int, seconds: float, say: Callable[..., None]
+    networks: tuple[str, ...],
+    batch: int,
+    size: int,
+    steps: int,
+    repeats: int,
+    seconds: float,
+    say: Callable[..., None],
+    compressed: tuple[str, ...] = COMPRESSED,
 ) -> None:
     """One row per network, precision and variant, told to `say(section, case, **values)`; no network is begun after
-    `seconds`."""
+    `seconds`.
+
+    compressed: which variants are measured besides the two that they are compared with.
+    """
     device = torch.device("cuda")
     profile: DeviceProfile = cached_profile(device)
     started = time.perf_counter()
@@ -250,37 +287,54 @@ def swap_latency(
             joint, num_fwd_outputs, inputs = capture_joint(model, *data)
             base: dict[str, float] = {}
             plain: dict[str, float] = {}
-            for variant, (order, lossy) in VARIANTS.items():
+            exact: list[torch.Tensor] = []
+            for variant in (*BASES, *compressed):
                 codec_sites.clear()
-                placed = place(joint, num_fwd_outputs, profile, order, lossy)
-                found = Step(placed, inputs, num_fwd_outputs).measure(repeats)
+                how = VARIANTS[variant]
+                placed = place(joint, num_fwd_outputs, profile, how.order, how.lossy, masks=how.masks)
+                step = Step(placed, inputs, num_fwd_outputs)
+                found = step.measure(repeats)
                 base = found if variant == "kept" else base
                 plain = found if variant == "plain" else plain
                 for kind in KINDS:
                     key = (precision, variant, kind)
                     totals[key] = totals.get(key, 0.0) + found[f"{kind}_ms"]
                 row: dict[str, Any] = {"saved_mib": placed.saved_bytes / 2**20, **found}
+                if variant == "plain":
+                    exact = step.gradients()
+                if variant != "kept" and not how.lossy:
+                    # The plain variant is compared with itself: what does not repeat itself proves nothing.
+                    row["gradients_identical"] = same_bits(step.gradients(), exact)
                 row["exposed_ms"] = found["step_ms"] - base["step_ms"]
-                if variant in COMPRESSED:
+                if variant in compressed:
                     row |= reductions(found, plain)
                     row["exposed_less"] = 1 - row["exposed_ms"] / max(1e-9, plain["step_ms"] - base["step_ms"])
                     row["mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.bytes_by_codec.items()}
+                    row["sparse_mib_by_codec"] = {key: round(size / 2**20) for key, size in placed.sparse_bytes.items()}
                     row["seen"] = "; ".join(codec_sites.notes(joint_key(placed)))
                 say("swap latency", f"{name} {precision} {variant}", **row)
-                del placed
-            del joint, inputs
+                del placed, step
+            del joint, inputs, exact
         say("swap latency", f"{name} total", loss=loss, seconds=time.perf_counter() - begin)
         del model, data
         torch.cuda.empty_cache()
     for precision in ("fp32", "bf16"):
         sums = {
             variant: {f"{kind}_ms": totals.get((precision, variant, kind), 0.0) for kind in KINDS}
-            for variant in VARIANTS
+            for variant in (*BASES, *compressed)
         }
         for found in sums.values():
             found["swap_ms"] = sum(found.values())
-        for variant in COMPRESSED:
+        for variant in compressed:
             say("all networks", f"{precision} {variant}", **sums[variant], **reductions(sums[variant], sums["plain"]))
+
+
+def same_bits(found: list[torch.Tensor], expected: list[torch.Tensor]) -> bool:
+    """Whether all gradients have the same bits; no NaN is equal to itself otherwise."""
+    return len(found) == len(expected) and all(
+        torch.equal(a.reshape(-1).view(torch.uint8), b.reshape(-1).view(torch.uint8))
+        for a, b in zip(found, expected, strict=True)
+    )
 
 
 def reductions(found: dict[str, float], plain: dict[str, float]) -> dict[str, float]:
@@ -295,9 +349,10 @@ def host_cost_of_a_step(name: str, batch: int, size: int, say: Callable[..., Non
     model, data, _ = trained(name, batch, size, 5, device)
     model.mixed = False
     joint, num_fwd_outputs, inputs = capture_joint(model, *data)
-    for variant, (order, lossy) in VARIANTS.items():
+    for variant, how in VARIANTS.items():
         codec_sites.clear()
-        step = Step(place(joint, num_fwd_outputs, cached_profile(device), order, lossy), inputs, num_fwd_outputs)
+        placed = place(joint, num_fwd_outputs, cached_profile(device), how.order, how.lossy, masks=how.masks)
+        step = Step(placed, inputs, num_fwd_outputs)
         for _ in range(4):
             step(*step.compiled)
             torch.cuda.synchronize()
@@ -309,6 +364,6 @@ def host_cost_of_a_step(name: str, batch: int, size: int, say: Callable[..., Non
 def joint_key(placed: Placed) -> str:
     """The graph key under which the codecs of a placed step report; empty where none does."""
     for node in placed.forward.graph.nodes:
-        if node.target is codec_ops.encode_op and len(node.args) == 5:
+        if node.target is codec_ops.encode_op and node.args[4]:
             return str(node.args[4]).rsplit("/", 1)[0]
     return ""

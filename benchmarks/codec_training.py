@@ -31,7 +31,7 @@ import torch
 from torch import nn
 
 from benchmarks.codec_placed import ENCODED, compile_placed
-from benchmarks.codec_swap import NETWORKS, host_cost_of_a_step, swap_latency
+from benchmarks.codec_swap import COMPRESSED, NETWORKS, host_cost_of_a_step, swap_latency
 from fxhome.device import cached_profile
 
 VARIANTS: dict[str, bool | str | None] = {
@@ -307,6 +307,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=600.0, help="begin no network after so long")
     parser.add_argument("--jobs", type=int, default=1, help="variants trained at the same time")
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS))
+    parser.add_argument(
+        "--compressed", nargs="*", default=list(COMPRESSED), choices=COMPRESSED, help="for swap latency"
+    )
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--size", type=int, default=160, help="image side")
     parser.add_argument("--repeats", type=int, default=7)
@@ -334,7 +337,7 @@ def main() -> None:
     if arguments.swap_latency:
         swap_latency(
             tuple(arguments.networks), arguments.batch, arguments.size, arguments.steps or 200, arguments.repeats,
-            arguments.seconds, say,
+            arguments.seconds, say, tuple(arguments.compressed),
         )  # fmt: skip
     elif arguments.host_cost:
         for network in arguments.networks:

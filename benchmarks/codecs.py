@@ -153,6 +153,7 @@ class Bench:
             ("exponent", torch.bfloat16, 0), ("exponent", torch.float32, 0), ("exponent", torch.float16, 0),
             ("fp8_e4m3", torch.bfloat16, 0), ("fp8_e5m2", torch.bfloat16, 0), ("fp8_e4m3", torch.float32, 0),
             ("int8", torch.bfloat16, 0), ("int4", torch.bfloat16, 0), ("int4", torch.float32, 0),
+            ("relu_mask", torch.float32, 0.5), ("relu_mask", torch.bfloat16, 0.5), ("relu6_mask", torch.bfloat16, 0),
         ]  # fmt: skip
         for name, dtype, zeros in cases:
             codec = codec_by_name(name)

@@ -210,7 +210,7 @@ def tune_device(
 TUNED = {
     "zvc": (2, 4),
     "zvc_exponent": (2, 4), "exponent": (2, 4), "bitpack": (1,), "narrow8": (8,), "narrow16": (8,), "int8": (2, 4),
-    "fp8_e4m3": (2, 4), "int4": (2, 4),
+    "fp8_e4m3": (2, 4), "int4": (2, 4), "relu_mask": (2, 4), "relu6_mask": (2, 4),
 }  # fmt: skip
 """Codec -> element sizes that the planner gives it."""
 STAGED_CLASSES, WHOLE_CLASSES = (22, 24), (22, 24, 26, 28)

@@ -42,6 +42,8 @@ _CODECS = {
     "csr": "fxhome.cuda_kernels.listed",
     "rle": "fxhome.cuda_kernels.listed",
     "bitpack": "fxhome.cuda_kernels.bitpack",
+    "relu_mask": "fxhome.cuda_kernels.relu_mask",
+    "relu6_mask": "fxhome.cuda_kernels.relu_mask",
     "narrow8": "fxhome.cuda_kernels.narrow",
     "narrow16": "fxhome.cuda_kernels.narrow",
     "narrow32": "fxhome.cuda_kernels.narrow",

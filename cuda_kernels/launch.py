@@ -40,6 +40,8 @@ class KernelKey:
     """Module under fxhome.cuda_kernels that holds the factory, e.g. "zvc.kernel"."""
     factory: str
     constants: tuple[Any, ...]
+    max_registers: int = 0
+    """Registers per thread that the assembler may use, so that more warps fit; 0 leaves it free."""
 
 
 def cache_directory() -> Path:
@@ -75,7 +77,11 @@ def compile_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
     types = cuda.types
     parameters = [types.int64] * len(inspect.signature(kernel).parameters)
     ptx, _ = cuda.compile(kernel, types.void(*parameters), device=False, abi="numba", cc=compute_capability)
-    return str(ptx)
+    if not key.max_registers:
+        return str(ptx)
+    before, entry, body = str(ptx).partition(".entry")
+    parameter_list, _, body = body.partition("{")
+    return f"{before}{entry}{parameter_list}.maxnreg {key.max_registers}\n{{{body}"
 
 
 @functools.cache

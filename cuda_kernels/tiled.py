@@ -49,6 +49,11 @@ class TiledCodec(Codec):
         """Compile-time constants of the kernels."""
         return (dtype.itemsize,)
 
+    @property
+    def max_registers(self) -> int:
+        """See KernelKey."""
+        return 0
+
     def encode_reference(self, source: Bytes, dtype: torch.dtype, head: Bytes, tail: Bytes, seed: int | None) -> None:
         numel = source.size // dtype.itemsize
         layout = self.layout(numel, dtype)
@@ -84,7 +89,7 @@ class TiledCodec(Codec):
         return KernelLaunch(self.kernel_key("decode", call.dtype), arguments, tiles, self.max_threads)
 
     def kernel_key(self, direction: str, dtype: torch.dtype) -> KernelKey:
-        return KernelKey(self.kernel_module, f"make_{direction}", self.constants(dtype))
+        return KernelKey(self.kernel_module, f"make_{direction}", self.constants(dtype), self.max_registers)
 
     def _observed_tail_bytes(self, head: Bytes, layout: Layout, dtype: torch.dtype) -> int:
         return VECTOR_BYTES * min(used_vectors(head), layout.tail_bytes // VECTOR_BYTES)

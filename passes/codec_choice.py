@@ -4,6 +4,7 @@
     int64 indices of a pooling window           narrow8 / 16 / 32, by the range that the shape proves; both places
     floats with zeros (relu, dropout, ...)      zvc or zvc_exponent, for the way to the host only: its size varies
     dense floats                                exponent, for the way to the host
+    floats asked for no values (mask_readers)   relu_mask or relu6_mask, one bit each; both places
     any float, if the user says lossy           block quantisation, both places; logarithms never in four bits
 
 What is swapped encoded is encoded by one kernel on the device first. Only fixed-rate codecs may stay there: a size that
@@ -23,6 +24,7 @@ from torch import fx
 from fxhome.cuda_kernels.codec import codec_by_name, kernels_problem
 from fxhome.device import DeviceProfile
 from fxhome.passes.facts import GraphFacts, StorageFacts, allocated_bytes
+from fxhome.passes.mask_readers import mask_codecs
 from fxhome.runtime.codec_ops import buffer_bytes
 
 log = logging.getLogger("fxhome.planner")
@@ -89,7 +91,8 @@ def choose_codecs(
         return (NO_CODEC,) * len(facts.storages)
     nodes = {node.name: node for node in module.graph.nodes}
     lossy_name = lossy if isinstance(lossy, str) else DEFAULT_LOSSY if lossy else ""
-    chooser = _Chooser(facts, profile, lossy_name, dict(observed or {}), {})
+    masks = mask_codecs(module.graph, facts, allow)
+    chooser = _Chooser(facts, profile, lossy_name, masks, dict(observed or {}), {})
     return tuple(chooser.choose(storage, nodes.get(storage.name)) for storage in facts.storages)
 
 
@@ -106,6 +109,7 @@ class _Chooser:
     facts: GraphFacts
     profile: DeviceProfile
     lossy: str
+    masks: dict[str, str]
     observed: dict[str, int]
     zeros: dict[fx.Node, float]
 
@@ -139,6 +143,8 @@ class _Chooser:
             return "bitpack"
         if value.dtype == torch.int64:
             return _narrow_codec(node)
+        if storage.name in self.masks and value.dtype in _FLOATS:
+            return self.masks[storage.name]
         # Unused bytes between the elements could hold anything, and a block shares one scale.
         dense = value.numel() * value.dtype.itemsize == storage.copy_bytes
         if not self.lossy or value.dtype not in _FLOATS or not dense:

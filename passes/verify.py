@@ -13,6 +13,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome.errors import GraphRuleError
 from fxhome.passes.classify import recompute_refusal
 from fxhome.passes.insert_nodes import ENCODED_OF
+from fxhome.passes.mask_readers import MASK_CODECS, value_reader
 from fxhome.placement import Instruction
 from fxhome.runtime import codec_ops, ops
 
@@ -116,7 +117,9 @@ def verify_transfers(forward: GraphModule, backward: GraphModule) -> None:
 
 
 def verify_codecs(forward: GraphModule, backward: GraphModule) -> None:
-    """A decode follows its encode: same codec, dtype and storage; an encoded tensor is only moved and decoded."""
+    """A decode follows its encode: same codec, dtype and storage; an encoded tensor is only moved and decoded; where a
+    mask alone was kept, nothing asks for values.
+    """
     encodes = {node.meta[ENCODED_OF]: node for node in forward.graph.nodes if node.target is codec_ops.encode_op}
     decoded: set[str] = set()
     for node in forward.graph.nodes:
@@ -144,5 +147,7 @@ def verify_codecs(forward: GraphModule, backward: GraphModule) -> None:
         )
         if found != given:
             raise _fail("a decode agrees with its encode", node, f"encoded {given}, decoded {found}")
+        if node.args[6] in MASK_CODECS and (reader := value_reader(node, str(node.args[6]))) is not None:
+            raise _fail("what was kept as a mask is read as one", node, f"'{reader.name}' ({reader.target}) reads it")
     if lost := sorted(set(encodes) - decoded):
         raise _fail("one decode for each encode", encodes[lost[0]], "nothing decodes it")

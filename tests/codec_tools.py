@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,7 +67,13 @@ class Run:
 
 
 def compile_with(
-    model: nn.Module, choose: Choose, *, lossy: bool | str = False, budget: int = 0, offer: Offer | None = None
+    model: nn.Module,
+    choose: Choose,
+    *,
+    lossy: bool | str = False,
+    budget: int = 0,
+    offer: Offer | None = None,
+    allow: Collection[str] = ("swap", "recompute", "compress"),
 ) -> tuple[Callable[..., Any], list[Run]]:
     """Compile `model` under the placements that `choose` returns. `offer` may change what the codecs are."""
     runs: list[Run] = []
@@ -76,7 +82,6 @@ def compile_with(
         work = normalize(copy_joint(joint))
         facts = extract_facts(work, num_fwd_outputs)
         costs = node_costs(work, facts, PROFILE, measure=False)
-        allow = {"swap", "recompute", "compress"}
         codecs = choose_codecs(work, facts, PROFILE, allow, lossy=lossy)
         if offer is not None:
             codecs = offer(facts, codecs)
@@ -118,11 +123,12 @@ def run_step(
     lossy: bool | str = False,
     budget: int = 0,
     offer: Offer | None = None,
+    allow: Collection[str] = ("swap", "recompute", "compress"),
     seed: int = 0,
 ) -> Run:
     """One compiled step from random state `seed`, after a warm-up, metered from outside."""
     model.zero_grad(set_to_none=True)
-    compiled, runs = compile_with(model, choose, lossy=lossy, budget=budget, offer=offer)
+    compiled, runs = compile_with(model, choose, lossy=lossy, budget=budget, offer=offer, allow=allow)
     compiled(x).backward()
     model.zero_grad(set_to_none=True)
     torch.manual_seed(seed)

@@ -19,7 +19,8 @@ from fxhome.cuda_kernels.layout import VECTOR_BYTES
 # Encoding goes on while the copy moves at most this share of the plain bytes; then one step in so many tries again.
 BREAK_EVEN = 0.93
 RETRY_STEPS = 50
-# A copy is told to move the last size seen and so much more, and this part of the tail besides.
+# A copy is told to move the last size seen, so much more, and what sizes have risen by of late: at first, and at most,
+# this part of the tail. What lies beyond is moved at the link's rate too, only not by a copy engine.
 MARGIN_BYTES = 4096
 MARGIN_SHARE = 64
 _BOARD_WORDS = 4096
@@ -76,10 +77,14 @@ class CodecSite:
         self.note = note or Note(0, ctypes.c_uint32())
         self._plain_steps = 0
         self._limit_bytes = plain_bytes * BREAK_EVEN
+        self._tail_bytes = 0
+        self._rise_share = 1 / MARGIN_SHARE
 
     def next_step(self) -> bool:
         """Count a step; whether to encode in it. While plain copies win, an attempt now and then looks again."""
         self.look()
+        if found := self.note.word.value:
+            self._note_rise(VECTOR_BYTES * (found - 1))
         self.steps += 1
         if self.is_encoding:
             return True
@@ -98,7 +103,14 @@ class CodecSite:
         if not found:
             return 0
         tail = VECTOR_BYTES * (found - 1)
-        return self.head_bytes + tail + MARGIN_BYTES + tail // MARGIN_SHARE // VECTOR_BYTES * VECTOR_BYTES
+        rise = round(tail * self._rise_share) // VECTOR_BYTES * VECTOR_BYTES
+        return self.head_bytes + tail + MARGIN_BYTES + rise
+
+    def _note_rise(self, tail_bytes: int) -> None:
+        """Remember the largest rise of late as a share; every step halves what is remembered."""
+        seen = max(0, tail_bytes - self._tail_bytes) / max(1, self._tail_bytes) if self._tail_bytes else 0.0
+        self._rise_share = min(max(seen, self._rise_share / 2), 1 / MARGIN_SHARE)
+        self._tail_bytes = tail_bytes
 
     def observe(self, encoded_bytes: int) -> None:
         """Take note of a size and decide what the next steps do."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -111,6 +112,30 @@ def test_the_size_is_seen_and_reported() -> None:
     (line,) = codec_sites.notes("graph")
     assert "ratio seen 1.8" in line or "ratio seen 1.9" in line
     assert codec_sites.notes("other") == ()
+
+
+def margins(vectors: list[int]) -> list[int]:
+    """What a copy is told to move beyond the tail last seen, step by step."""
+    site = codec_sites.CodecSite("site", "zvc", 1 << 24, 1 << 23, 128)
+    found = []
+    for count in vectors:
+        site.note.word.value = count + 1
+        site.next_step()
+        found.append(site.bound_bytes() - 128 - 16 * count)
+    return found
+
+
+def test_the_margin_of_a_copy_follows_what_sizes_do() -> None:
+    steady = margins([100_000] * 12)
+    rising = margins([100_000] * 11 + [100_400] * 2)
+
+    assert steady[0] == pytest.approx(4096 + 1_600_000 / 128, abs=16)
+    assert all(earlier >= later for earlier, later in pairwise(steady))
+    assert steady[-1] == 4096
+    assert rising[11] == pytest.approx(4096 + 400 * 16, abs=64)  # the same rise again would still be within
+    assert rising[12] == pytest.approx(4096 + 200 * 16, abs=64)
+    assert margins([100_000, 200_000])[1] == pytest.approx(4096 + 3_200_000 / 64, abs=16)  # never more than at first
+    assert all(margin % 16 == 0 for margin in steady + rising)
 
 
 def test_dense_data_is_copied_plainly_from_the_next_step_on_and_tried_again_later() -> None:

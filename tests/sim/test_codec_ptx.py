@@ -3,6 +3,7 @@ memory."""
 
 from __future__ import annotations
 
+import dataclasses
 import re
 
 import pytest
@@ -49,6 +50,18 @@ def test_rectified_floats_compile_clean(direction: str, dtype: torch.dtype) -> N
     ptx = compile_ptx(codec.kernel_key(direction, dtype), (9, 0))
 
     assert not re.search(r"\.(f64|local)\b", ptx)
+
+
+@pytest.mark.parametrize("direction", ["encode", "decode"])
+def test_a_bound_on_registers_reaches_the_assembler(direction: str) -> None:
+    """As a directive between the entry's parameters and its body."""
+    key = kernel_key("zvc_exponent", direction)
+    assert key.max_registers == 48
+
+    entry = compile_ptx(key, (9, 0)).split(".entry", 1)[1]
+
+    assert re.match(r"\s*\w+\([^)]*\)\s*\.maxnreg 48\s*\{", entry)
+    assert ".maxnreg" not in compile_ptx(dataclasses.replace(key, max_registers=0), (9, 0))
 
 
 def test_what_moves_the_rest_of_a_buffer_compiles_clean() -> None:
