@@ -365,7 +365,8 @@ def plan_graph(
 
     if _eases(facts, options, replay):
         before = [node.name for node in work.graph.nodes]
-        work = runner.run("ease_backward", lambda: ease_backward(copy_joint(traced), fusing=fusing))
+        for_fusion = fusing and (replay is None or is_eased_for_fusion(replay.program))
+        work = runner.run("ease_backward", lambda: ease_backward(copy_joint(traced), fusing=for_fusion))
         take_saved_early(work, saved)
         if [node.name for node in work.graph.nodes] != before:
             fingerprint = facts.fingerprint
