@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -13,14 +14,15 @@ from torch.fx.graph_module import GraphModule
 
 from benchmarks.lowering import PROFILES
 from fxhome.device import DeviceProfile
+from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.channels_last import Layouts, to_channels_last
 from fxhome.passes.ease_backward import ease_backward, is_eased_for_fusion
 from fxhome.passes.facts import extract_facts
-from fxhome.passes.pipeline import Planned, Situation, plan_graph, rewrite
-from fxhome.passes.pool_gradients import GATHERED_SUFFIX
+from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, plan_graph, rewrite
+from fxhome.passes.pool_gradients import OVERLAPPING_SUFFIX, gathers_overlapping
 from fxhome.passes.problem import build_problem
 from fxhome.passes.search import minimum_peak
 from fxhome.placement import Plan
@@ -66,7 +68,8 @@ def inputs() -> list[torch.Tensor]:
 
 def traced(function: Callable[..., Any], inputs: list[torch.Tensor], **how: Any) -> tuple[GraphModule, int]:
     """The joint graph through Inductor's decompositions."""
-    import torch._inductor.lowering  # what the decompositions of pools ask
+    # The decompositions of pools ask it.
+    importlib.import_module("torch._inductor.lowering")
     from torch._inductor.decomposition import select_decomp_table
 
     module, outputs = joint_graph(functools.partial(function, **how), *inputs, decompositions=select_decomp_table())
@@ -109,8 +112,8 @@ def test_recorded_values_are_those_of_the_scatter(inputs: list[torch.Tensor]) ->
     module, _ = traced(step, inputs, pool=WINDOWS["overlapping"], half=True)
     before = normalize(copy_joint(module))
     after = eased(module)
-    (pool,) = [node for node in after.graph.nodes if node.name.endswith(GATHERED_SUFFIX)]
-    (result,) = [node for node in before.graph.nodes if node.name + GATHERED_SUFFIX == pool.name]
+    (pool,) = [node for node in after.graph.nodes if node.name.endswith(OVERLAPPING_SUFFIX)]
+    (result,) = [node for node in before.graph.nodes if node.name + OVERLAPPING_SUFFIX == pool.name]
     for name in ("shape", "dtype", "device"):
         assert getattr(pool.meta["val"], name) == getattr(result.meta["val"], name)
     assert pool.meta["val"].stride() == result.meta["val"].stride()
@@ -131,7 +134,7 @@ def test_channels_last_images_are_gathered_without_copies(
     before = to_channels_last(normalize(copy_joint(module)), layouts)
     after = ease_backward(copy_joint(before), fusing=True, min_bytes=1 << 16)
     assert SCATTER not in targets(after.graph)
-    (pool,) = [node for node in after.graph.nodes if node.name.endswith(GATHERED_SUFFIX)]
+    (pool,) = [node for node in after.graph.nodes if node.name.endswith(OVERLAPPING_SUFFIX)]
     assert pool.meta["val"].is_contiguous(memory_format=torch.channels_last)
     if layouts is Layouts.EVERYWHERE:
         assert targets(after.graph).count("aten.clone.default") < targets(before.graph).count("aten.clone.default")
@@ -177,9 +180,13 @@ def test_the_smallest_peak_is_lower(inputs: list[torch.Tensor]) -> None:
 
 
 def planned(
-    inputs: list[torch.Tensor], budget: str, policy: str = "pso", replays: tuple[Plan, ...] = ()
+    inputs: list[torch.Tensor],
+    budget: int | str,
+    policy: str = "pso",
+    replays: tuple[Plan, ...] = (),
+    window: str = "apart",
 ) -> tuple[Planned, GraphModule, int]:
-    module, outputs = traced(step, inputs, pool=WINDOWS["apart"])
+    module, outputs = traced(step, inputs, pool=WINDOWS[window])
     result = plan_graph(
         module,
         inputs,
@@ -210,6 +217,27 @@ def test_what_is_planned_is_gathered_and_replayed_and_a_baseline_is_not(inputs: 
     assert str(again.backward.graph) == str(result.backward.graph)
     _, backward = rewrite(module, result.plan.program, outputs, layouts=result.layouts)
     assert str(backward.graph) == str(result.backward.graph)
+
+
+def test_overlapping_windows_are_gathered_where_the_budget_is_not_met_without(inputs: list[torch.Tensor]) -> None:
+    inputs = [torch.randn(8, 3, 64, 64), *inputs[1:]]
+    with pytest.raises(InfeasibleBudgetError) as refused:
+        planned(inputs, 1 << 20, window="overlapping")
+    assert refused.value.minimum_bytes is not None
+    smallest = refused.value.minimum_bytes - RESIDENT_SLACK_BYTES["cuda"]
+    result, module, outputs = planned(inputs, smallest, window="overlapping")
+    assert gathers_overlapping(result.plan.program)
+    assert SCATTER not in targets(result.backward.graph)
+    again, _, _ = planned(inputs, smallest, replays=(result.plan,), window="overlapping")
+    assert str(again.backward.graph) == str(result.backward.graph)
+    _, backward = rewrite(module, result.plan.program, outputs, layouts=result.layouts)
+    assert str(backward.graph) == str(result.backward.graph)
+
+    ample, module, outputs = planned(inputs, result.plan.baseline_peak_bytes - 1, window="overlapping")
+    assert not ample.is_baseline
+    assert SCATTER in targets(ample.backward.graph)
+    _, backward = rewrite(module, ample.plan.program, outputs, layouts=ample.layouts)
+    assert str(backward.graph) == str(ample.backward.graph)
 
 
 def test_published_policies_get_the_scatter_and_their_plans_keep_it(inputs: list[torch.Tensor]) -> None:
