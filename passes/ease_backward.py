@@ -8,9 +8,10 @@
     dp = max_pool2d_with_indices_backward(g, full(...), i)   kept, moved, or computed where it is read from what is
     dx = where(m, 0, dp)                             there then
 
-and convolutions as in split_convolution.py. This is the graph that is planned for CUDA; the baseline is the traced one.
-Autograd traces such masks in the backward, where a fusing compiler computes them as they are read, unless they are
-kept. The constant of a shape is never written by such a compiler; other compilers are not given one.
+pools as in pool_gradients.py, and convolutions as in split_convolution.py. This is the graph that is planned for CUDA;
+the baseline is the traced one. Autograd traces such masks in the backward, where a fusing compiler computes them as
+they are read, unless they are kept. The constant of a shape is never written by such a compiler; other compilers are
+not given one.
 """
 
 from collections.abc import Iterable
@@ -24,21 +25,29 @@ from fxhome.passes.capture import is_tangent, last_result
 from fxhome.passes.facts import storage_key, storage_nbytes
 from fxhome.passes.fusion import is_pointwise
 from fxhome.passes.insert_nodes import inherited_meta
+from fxhome.passes.pool_gradients import GATHERED_SUFFIX, OVERLAPPING_SUFFIX, gather_pool_gradients
 from fxhome.passes.split_convolution import SUFFIX, split_convolutions
 from fxhome.placement import Instruction
 
 MIN_BYTES = 1 << 20
 """Of a smaller result nothing is worth the trouble."""
 SHAPE_SUFFIX = "_shape"
+_FUSION_SUFFIXES = (SHAPE_SUFFIX, GATHERED_SUFFIX, OVERLAPPING_SUFFIX)
 _POOL_BACKWARD = torch.ops.aten.max_pool2d_with_indices_backward.default
 _CONVOLUTION_BACKWARD = torch.ops.aten.convolution_backward.default
 _MAX_POOL_SIDE = 5
 """Inductor calls the library for larger windows (25 results of overlapping ones at most): that reads a real tensor."""
 
 
-def ease_backward(module: GraphModule, *, fusing: bool, min_bytes: int = MIN_BYTES) -> GraphModule:
-    """Rewrite a normalized joint graph in place and return it; the same graph gives the same names."""
+def ease_backward(
+    module: GraphModule, *, fusing: bool, overlapping: bool = True, min_bytes: int = MIN_BYTES
+) -> GraphModule:
+    """Rewrite a normalized joint graph in place and return it; the same graph gives the same names.
+
+    overlapping: gather the gradients of pools whose windows overlap, too (pool_gradients.py).
+    """
     if fusing:
+        gather_pool_gradients(module.graph, min_bytes, overlapping=overlapping)
         _read_shapes(module.graph, min_bytes)
     _take_masks_early(module.graph, min_bytes)
     return split_convolutions(module, min_bytes)
@@ -46,12 +55,12 @@ def ease_backward(module: GraphModule, *, fusing: bool, min_bytes: int = MIN_BYT
 
 def is_eased(program: Iterable[Instruction]) -> bool:
     """Whether a program names what only an eased graph has."""
-    return any(item.target.endswith((SUFFIX, SHAPE_SUFFIX)) for item in program)
+    return any(item.target.endswith((SUFFIX, *_FUSION_SUFFIXES)) for item in program)
 
 
 def is_eased_for_fusion(program: Iterable[Instruction]) -> bool:
     """Whether a program names what only a graph has that was eased for a fusing compiler."""
-    return any(item.target.endswith(SHAPE_SUFFIX) for item in program)
+    return any(item.target.endswith(_FUSION_SUFFIXES) for item in program)
 
 
 def _read_shapes(graph: fx.Graph, min_bytes: int) -> None:

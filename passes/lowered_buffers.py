@@ -173,11 +173,12 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
             size = allocated_bytes(plan.size_free, main)
             made = LoweredBuffer(name, size, node, set(plan.succ_nodes), name in outputs)
             source = _unpacked_from(ir_buffer)
+            # Up to torch 2.11 a single result is unpacked, too; in 2.14 it is the call itself.
+            if (aliased := _waited_for(ir_buffer if source is None else source)) is not None:
+                aliases.append((aliased, made))
+                continue
             if source is not None:
                 # The results of one call are allocated by the call; the nodes that unpack them only name them.
-                if (aliased := _waited_for(source)) is not None:
-                    aliases.append((aliased, made))
-                    continue
                 made.maker = maker_of[source.get_name()]
                 made.readers.add(node)
             found[name] = made
@@ -300,7 +301,7 @@ def _waited_for(call: Any) -> str | None:
 def _is_host(name: str, graph: Any) -> bool:
     """Whether a buffer is the host copy of a swapped tensor (on CPU, host and device memory have one device type)."""
     buffer = graph.name_to_buffer.get(name)
-    for candidate in (buffer, *getattr(buffer, "inputs", ())):
+    for candidate in (buffer, _unpacked_from(buffer)):
         if getattr(candidate, "op_overload", None) in (ops.swap_out, ops.swap_out_wait, codec_ops.swap_out_encoded_op):
             return True
     return name.endswith("_host") and name in graph.graph_inputs

@@ -12,6 +12,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -35,7 +36,7 @@ from fxhome.passes.channels_last import Layouts, convolution_layouts, is_convert
 from fxhome.passes.codec_choice import NO_CODEC, StorageCodecs, choose_codecs
 from fxhome.passes.constants import separate_constants
 from fxhome.passes.cost_model import node_costs
-from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
+from fxhome.passes.ease_backward import MIN_BYTES, ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import GraphFacts, extract_facts
 from fxhome.passes.graph_peak import graph_peak
 from fxhome.passes.host_calibration import HostedPlan, SimulatedRun
@@ -45,6 +46,7 @@ from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.op_class import storage_classes
 from fxhome.passes.partition import partition
 from fxhome.passes.plan_builder import build_plan, check_replay, find_replay, placement_codes
+from fxhome.passes.pool_gradients import gathers_overlapping, scattered_pools
 from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak, search
@@ -365,17 +367,24 @@ def plan_graph(
 
     if _eases(facts, options, replay):
         before = [node.name for node in work.graph.nodes]
-        work = runner.run("ease_backward", lambda: ease_backward(copy_joint(traced), fusing=fusing))
-        take_saved_early(work, saved)
-        if [node.name for node in work.graph.nodes] != before:
-            fingerprint = facts.fingerprint
-            facts, costs, launches, codecs = model(work)
-            facts = replace(facts, fingerprint=fingerprint)
-            problem = assemble(between_bytes)
-            alone = assemble(0) if between_bytes else problem
-            workspace = max(costs.workspace_bytes, default=0)
-            by_node = {name: size for name, size in zip(facts.node_names, costs.workspace_bytes, strict=True) if size}
-            stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
+        fingerprint = facts.fingerprint
+        for_fusion = fusing and (replay is None or is_eased_for_fusion(replay.program))
+        for overlapping in _window_choices(situation, replay):
+            work = runner.run(
+                "ease_backward", partial(ease_backward, copy_joint(traced), fusing=for_fusion, overlapping=overlapping)
+            )
+            take_saved_early(work, saved)
+            if [node.name for node in work.graph.nodes] != before:
+                facts, costs, launches, codecs = model(work)
+                facts = replace(facts, fingerprint=fingerprint)
+                problem = assemble(between_bytes)
+                alone = assemble(0) if between_bytes else problem
+                workspace = max(costs.workspace_bytes, default=0)
+                sizes = zip(facts.node_names, costs.workspace_bytes, strict=True)
+                by_node = {name: size for name, size in sizes if size}
+                stock_placement = baseline_placement(work, facts, problem, split[0], num_fwd_outputs)
+            if not scattered_pools(work.graph, MIN_BYTES) or minimum_peak(problem, options.seed)[0] <= budget - fixed:
+                break
     if situation.leave_room:
         problem = _saving_least(problem, assemble, budget - fixed)
 
@@ -455,6 +464,13 @@ def _eases(facts: GraphFacts, options: Options, replay: Plan | None) -> bool:
         return options.policy == "pso"
     known = {storage.name for storage in facts.storages if storage.is_activation}
     return is_eased(replay.program) or any(entry.name not in known for entry in replay.placements)
+
+
+def _window_choices(situation: Situation, replay: Plan | None) -> tuple[bool, ...]:
+    """Whether the gradients of overlapping pools are gathered: what to try, until a plan fits."""
+    if replay is not None:
+        return (gathers_overlapping(replay.program),)
+    return (True,) if situation.smallest or situation.leave_room else (False, True)
 
 
 def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: int) -> Problem:
@@ -594,7 +610,8 @@ def rewrite(
     """Carry out a program on a freshly traced joint graph: the same graph and program give the same two graphs."""
     work = separate_constants(to_channels_last(normalize(copy_joint(joint)), layouts), num_fwd_outputs)
     if is_eased(program):
-        work = ease_backward(work, fusing=is_eased_for_fusion(program))
+        overlapping = gathers_overlapping(program)
+        work = ease_backward(work, fusing=is_eased_for_fusion(program), overlapping=overlapping)
     named = codecs or {}
     graphs = insert_codecs(*partition(work, program, num_fwd_outputs), program, num_fwd_outputs, named, graph_key)
     return insert_transfers(*graphs, program, num_fwd_outputs, named)

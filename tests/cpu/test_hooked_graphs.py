@@ -55,7 +55,9 @@ def test_a_scattered_plan_is_hooked_and_a_settled_step_recorded(
     expected = copy.deepcopy(model)
     torch.compile(expected, backend="inductor")(x).backward()
 
-    step: Any = torch.compile(model, backend=backend, options={"memory_budget": "65%", "inner": "inductor"})
+    step: Any = torch.compile(
+        model, backend=backend, options={"memory_budget": "65%", "inner": "inductor", "max_evaluations": 400}
+    )
     losses: list[float] = []
     recorded: list[bool] = []
     for _ in range(SETTLED_STEPS + 3):

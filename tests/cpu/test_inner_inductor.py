@@ -78,7 +78,13 @@ def test_a_tight_budget_swaps_and_changes_nothing_but_rounding(checks: list[Sche
         model,
         x,
         backend=backend,
-        options={"memory_budget": "65%", "inner": "inductor", "allow": ["swap"], "verify": True},
+        options={
+            "memory_budget": "65%",
+            "inner": "inductor",
+            "max_evaluations": 400,
+            "allow": ["swap"],
+            "verify": True,
+        },
     )
 
     plan = fxhome.plans()[0]
@@ -97,7 +103,7 @@ def test_the_generated_order_has_every_copy_before_its_wait_and_its_wait_before_
         Blocks(),
         torch.randn(512, 64),
         backend=backend,
-        options={"memory_budget": "65%", "inner": "inductor", "allow": ["swap"]},
+        options={"memory_budget": "65%", "inner": "inductor", "max_evaluations": 400, "allow": ["swap"]},
     )
 
     order = checks[-1].order
@@ -118,7 +124,9 @@ def test_with_slack_inductor_gets_exactly_the_stock_graphs(checks: list[Schedule
     model, x = Blocks(), torch.randn(64, 64)
     loss, gradients = step(model, x, backend="inductor")
 
-    found, planned = step(model, x, backend=backend, options={"memory_budget": "1GiB", "inner": "inductor"})
+    found, planned = step(
+        model, x, backend=backend, options={"memory_budget": "1GiB", "inner": "inductor", "max_evaluations": 400}
+    )
 
     assert torch.equal(found, loss)
     assert all(torch.equal(planned[name], gradient) for name, gradient in gradients.items())
@@ -142,12 +150,20 @@ def test_with_slack_the_generated_code_is_that_of_torch_compile(checks: list[Sch
     expected = code_of(backend="inductor")
 
     assert len(expected) == 2
-    assert code_of(backend=backend, options={"memory_budget": "1GiB", "inner": "inductor"}) == expected
+    assert (
+        code_of(backend=backend, options={"memory_budget": "1GiB", "inner": "inductor", "max_evaluations": 400})
+        == expected
+    )
 
 
 def test_an_impossible_budget_is_refused_by_the_first_call(checks: list[ScheduleCheck]) -> None:
     with pytest.raises(fxhome.InfeasibleBudgetError) as refused:
-        step(Blocks(), torch.randn(64, 64), backend=backend, options={"memory_budget": "1MiB", "inner": "inductor"})
+        step(
+            Blocks(),
+            torch.randn(64, 64),
+            backend=backend,
+            options={"memory_budget": "1MiB", "inner": "inductor", "max_evaluations": 400},
+        )
 
     assert refused.value.minimum_bytes is not None
     assert refused.value.minimum_bytes > 1 << 20
@@ -159,13 +175,13 @@ def test_the_minimum_that_a_refusal_names_holds_once_lowered(checks: list[Schedu
     minimum = None
     # Not pytest.raises: it would keep the refused step's frames, and its copy of the model is resident memory.
     try:
-        step(model, x, backend=backend, options={"memory_budget": "1MiB", "inner": "inductor"})
+        step(model, x, backend=backend, options={"memory_budget": "1MiB", "inner": "inductor", "max_evaluations": 400})
     except fxhome.InfeasibleBudgetError as refusal:
         minimum = refusal.minimum_bytes
     torch._dynamo.reset()
     assert minimum is not None
 
-    step(model, x, backend=backend, options={"memory_budget": minimum, "inner": "inductor"})
+    step(model, x, backend=backend, options={"memory_budget": minimum, "inner": "inductor", "max_evaluations": 400})
 
     (plan,) = fxhome.plans()
     assert plan.budget_bytes == minimum
@@ -190,7 +206,7 @@ def test_the_smallest_plan_is_tried_again_with_its_copies_out_of_the_way(
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(512, 64)
 
-    step(model, x, backend=backend, options={"memory_budget": "70%", "inner": "inductor"})
+    step(model, x, backend=backend, options={"memory_budget": "70%", "inner": "inductor", "max_evaluations": 400})
 
     assert tried[0] == (False, False)
     assert tried[-2:] == [(True, False), (True, True)]
@@ -206,7 +222,7 @@ def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
     caplog.set_level(logging.WARNING, "fxhome")
     torch.manual_seed(0)
     model, x = Blocks(), torch.randn(512, 64)
-    options = {"memory_budget": "65%", "inner": "inductor"}
+    options = {"memory_budget": "65%", "inner": "inductor", "max_evaluations": 400}
     step(model, x, backend=backend, options=options)
     first = fxhome.plans()[0]
     torch._dynamo.reset()

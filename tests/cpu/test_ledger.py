@@ -62,7 +62,7 @@ def test_three_graphs_hold_one_budget_from_the_first_step_on(caplog: pytest.LogC
     stock(x).backward()
     budget = int(metered_peak(stock, model, x) * 0.65)
     torch._dynamo.reset()
-    step = torch.compile(model, backend=backend, options={"memory_budget": budget})
+    step = torch.compile(model, backend=backend, options={"memory_budget": budget, "max_evaluations": 400})
 
     peaks = [metered_peak(step, model, x) for _ in range(4)]
 

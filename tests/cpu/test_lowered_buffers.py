@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch._inductor.compile_fx import compile_fx_inner
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
+from fxhome.runtime import ops
 from tests.graph_tools import written_code
 
 N = 64
@@ -72,3 +75,21 @@ def test_what_one_fused_kernel_makes_for_itself_takes_no_memory() -> None:
     assert counted == written
     # Its readers' result and the product: the exponential itself is nowhere.
     assert [size for name, size in peak.holders if name.startswith("buf")] == [4 * N * N] * 2
+
+
+def reloaded(x: torch.Tensor, w: torch.Tensor) -> tuple[torch.Tensor]:
+    """A product that goes to the host, comes back and is read."""
+    y = x @ w
+    host = ops.swap_out_wait(ops.swap_out(y), y)
+    back = ops.swap_in(host, [N, N], [N, 1], 0, torch.float32, torch.device("cpu"))
+    return (ops.swap_in_wait(back, host) @ w,)
+
+
+def test_what_comes_back_is_not_counted_again_as_what_its_wait_returns() -> None:
+    inputs, recorder = [torch.randn(N, N), torch.randn(N, N)], Recorder()
+    # Transfers are inserted behind functionalization: so is this graph.
+    module = make_fx(reloaded, tracing_mode="fake")(*inputs)
+    with torch._inductor.config.patch(_post_fusion_custom_pass=recorder, fx_graph_cache=False), torch.no_grad():
+        compile_fx_inner(module, inputs)
+    # The product, what came back, and the product with that.
+    assert len(recorder.made) == 3

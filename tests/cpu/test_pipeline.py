@@ -92,7 +92,7 @@ def test_the_joint_graph_is_not_changed() -> None:
         module,
         list(chain_inputs()),
         outputs,
-        options=Options.from_mapping({"memory_budget": "70%"}),
+        options=Options.from_mapping({"memory_budget": "70%", "max_evaluations": 100}),
         profile=cached_profile("cpu"),
         situation=Situation(resident_bytes=None),
         measure=True,

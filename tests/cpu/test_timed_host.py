@@ -66,7 +66,7 @@ def training(inner: str) -> Callable[[], None]:
     torch.manual_seed(0)
     model = nn.Sequential(*(layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())))
     x = torch.randn(2048, 64)
-    options = {"memory_budget": "75%", "inner": inner, "allow": ["swap"]}
+    options = {"memory_budget": "75%", "inner": inner, "allow": ["swap"], "max_evaluations": 400}
     compiled = compile_step(lambda x: model(x).square().mean(), options)
 
     def step() -> None:

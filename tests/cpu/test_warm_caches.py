@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow  # each process imports torch, and the first one c
 
 ROOT = Path(__file__).resolve().parents[2]
 
-SCRIPT = """
+SCRIPT = '''
     import gc, json, sys
     import torch
     from torch import nn
@@ -27,20 +27,23 @@ SCRIPT = """
     from fxhome.backend import fxhome as backend
 
     class Blocks(nn.Module):
+        """Products and next to nothing else: what takes the time here is to compile C++."""
+
         def __init__(self):
             super().__init__()
-            self.up = nn.ModuleList(nn.Linear(64, 256) for _ in range(3))
-            self.down = nn.ModuleList(nn.Linear(256, 64) for _ in range(3))
+            self.up = nn.ModuleList(nn.Linear(64, 256, bias=False) for _ in range(3))
+            self.down = nn.ModuleList(nn.Linear(256, 64, bias=False) for _ in range(3))
 
         def forward(self, x):
             for up, down in zip(self.up, self.down):
-                x = x + down(nn.functional.gelu(up(nn.functional.layer_norm(x, (64,)))))
+                x = down(up(x))
             return x.square().mean()
 
     def step(budget):
         torch.manual_seed(0)
         model, x = Blocks(), torch.randn(2048, 64)
-        compiled = torch.compile(model, backend=backend, options={"memory_budget": budget, "inner": sys.argv[1]})
+        options = {"memory_budget": budget, "inner": sys.argv[1], "max_evaluations": 400}
+        compiled = torch.compile(model, backend=backend, options=options)
         losses = []
         for _ in range(2):
             model.zero_grad()
@@ -74,7 +77,7 @@ SCRIPT = """
     except fxhome.InfeasibleBudgetError as error:
         found.append(error.minimum_bytes)
     print(json.dumps(found))
-"""
+'''
 
 Process = Callable[..., list[Any]]
 
@@ -106,8 +109,8 @@ def process(tmp_path: Path) -> Process:
 
 
 def test_inductor_lowers_nothing_anew_and_another_budget_is_another_entry(process: Process) -> None:
-    cold, refusal = process("inductor", "12MiB")
-    warm, other, same_refusal = process("inductor", "12MiB", "11MiB")
+    cold, refusal = process("inductor", "8MiB")
+    warm, other, same_refusal = process("inductor", "8MiB", "7MiB")
 
     # Forward and backward are lowered by the first process (again where lowering showed that more was needed) ...
     _, missed = cold.pop("caches")
@@ -117,6 +120,7 @@ def test_inductor_lowers_nothing_anew_and_another_budget_is_another_entry(proces
     assert hit >= 2
     assert missed == 0
     assert warm == cold
+    assert any(placement != "keep" for _, placement in cold["placements"])
     assert cold["predicted"] <= cold["asked"][1]
     assert same_refusal == refusal
 
@@ -126,7 +130,7 @@ def test_inductor_lowers_nothing_anew_and_another_budget_is_another_entry(proces
 
 
 def test_aot_eager_measures_the_same_peak_to_the_byte(process: Process) -> None:
-    first, second = (process("aot_eager", "12MiB") for _ in range(2))
+    first, second = (process("aot_eager", "8MiB") for _ in range(2))
     assert second == first
     plan, refusal = first
     assert plan["predicted"] == plan["measured"] <= plan["asked"][1]
