@@ -61,6 +61,7 @@ def channels_last_kept() -> Iterator[None]:
     from torch._inductor.virtualized import V
 
     fill_order, create = ir.ComputedBuffer.get_fill_order, ir.ConcatKernel.__dict__["create"]
+    contiguous_strides = ir.FlexibleLayout.contiguous_strides
 
     def recorded_order(self: Any) -> Any:
         if isinstance(self.layout, ir.FlexibleLayout) and _is_recorded_channels_last(self):
@@ -68,14 +69,22 @@ def channels_last_kept() -> Iterator[None]:
         return fill_order(self)
 
     def joined(cls: Any, inputs: Sequence[Any], dim: int) -> Any:
-        # It is channels-last where one of its parts is for certain.
-        if _prefers_channels_last(V.graph.current_node):
-            for part in inputs:
-                if ir.is_storage_and_layout(part) and isinstance(part.get_layout(), ir.FlexibleLayout):
-                    ir.as_storage_and_layout(
-                        part, freeze=True, want_contiguous=False, stride_order=list(ir.NHWC_STRIDE_ORDER)
-                    )
-        return create.__func__(cls, inputs, dim)
+        node = V.graph.current_node
+        if not _prefers_channels_last(node):
+            return create.__func__(cls, inputs, dim)
+        joined_size = [int(length) for length in node.meta["val"].shape]
+
+        def strides(size: Sequence[Any]) -> Any:
+            if [int(length) for length in size] == joined_size:
+                return ir.FlexibleLayout.stride_ordered(size, ir.NHWC_STRIDE_ORDER)
+            return contiguous_strides(size)
+
+        # It asks for these once, for its own layout, to which that of its parts is then bound.
+        ir.FlexibleLayout.contiguous_strides = staticmethod(strides)  # type: ignore[assignment]
+        try:
+            return create.__func__(cls, inputs, dim)
+        finally:
+            ir.FlexibleLayout.contiguous_strides = staticmethod(contiguous_strides)  # type: ignore[method-assign]
 
     ir.ComputedBuffer.get_fill_order = recorded_order  # type: ignore[method-assign]
     ir.ConcatKernel.create = classmethod(joined)  # type: ignore[assignment]

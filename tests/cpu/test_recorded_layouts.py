@@ -140,11 +140,11 @@ class Layouts:
         return None
 
 
-@pytest.mark.parametrize("is_kept", [True, False])
-def test_what_its_reads_tell_nothing_of_stays_channels_last(monkeypatch: pytest.MonkeyPatch, is_kept: bool) -> None:
-    """Concatenated row by row, channels-last images are written across, and read across by what pools them."""
-    # Torch 2.11 cannot see through a concatenation's reads; later versions can.
-    monkeypatch.setattr(ir.ComputedBuffer, "get_fill_order", lambda buffer: [3, 2, 1, 0])
+def joined_strides(*, are_parts_made: bool, is_kept: bool) -> list[tuple[int, ...]]:
+    """Strides of what Inductor writes for a pooled concatenation of channels-last images, the pooled one last.
+
+    are_parts_made: the parts are images that are pooled as well, and what that gives; else they are computed for it.
+    """
     graph = fx.Graph()
 
     def call(target: Any, *args: Any) -> fx.Node:
@@ -152,24 +152,47 @@ def test_what_its_reads_tell_nothing_of_stays_channels_last(monkeypatch: pytest.
         node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
         return node
 
+    def pooled(image: fx.Node, stride: int, padding: int) -> fx.Node:
+        both = call(torch.ops.aten.max_pool2d_with_indices.default, image, [3, 3], [stride] * 2, [padding] * 2)
+        return call(operator.getitem, both, 0)
+
     with FakeTensorMode():
         images = [graph.placeholder("a"), graph.placeholder("b")]
         for image in images:
             image.meta["val"] = torch.empty(SHAPE).to(memory_format=torch.channels_last)
-        relus = [call(torch.ops.aten.relu.default, image) for image in images]
-        image = call(torch.ops.aten.cat.default, relus, 1)
-        pooled = call(torch.ops.aten.max_pool2d_with_indices.default, image, [3, 3], [2, 2])
-        graph.output((call(operator.getitem, pooled, 0),))
-    kept = channels_last_kept() if is_kept else contextlib.nullcontext()
+        parts = [call(torch.ops.aten.relu.default, image) for image in images]
+        if are_parts_made:
+            parts += [pooled(part, 1, 1) for part in parts]
+        graph.output((pooled(call(torch.ops.aten.cat.default, parts, 1), 2, 0),))
     patches = {
         "_post_fusion_custom_pass": Layouts(),
         "fx_graph_cache": False,
         "layout_optimization": False,
-        "force_pointwise_cat": True,
+        "force_pointwise_cat": not are_parts_made,
     }
+    kept = channels_last_kept() if is_kept else contextlib.nullcontext()
     with torch._inductor.config.patch(patches), kept, pytest.raises(Seen) as found:
         compile_fx_inner(fx.GraphModule({}, graph), [image.meta["val"] for image in images])
-    assert found.value.args[0][0] == ((1024, 1, 128, 16) if is_kept else (1024, 64, 8, 1))
+    strides: list[tuple[int, ...]] = found.value.args[0]
+    return strides
+
+
+def test_what_its_reads_tell_nothing_of_stays_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Concatenated row by row, channels-last images are written across, and read across by what pools them."""
+    # Torch 2.11 cannot see through a concatenation's reads; later versions can.
+    monkeypatch.setattr(ir.ComputedBuffer, "get_fill_order", lambda buffer: [3, 2, 1, 0])
+    assert joined_strides(are_parts_made=False, is_kept=False)[0] == (1024, 64, 8, 1)
+    assert joined_strides(are_parts_made=False, is_kept=True)[0] == (1024, 1, 128, 16)
+
+
+def test_parts_lie_in_their_concatenation_channels_last() -> None:
+    """Parts that are made already, in no layout yet, are bound to the concatenation's: nothing is copied once more."""
+    before = ir.FlexibleLayout.contiguous_strides
+    across = joined_strides(are_parts_made=True, is_kept=False)
+    assert across[:-1] == [(2048, 64, 8, 1)] * 5
+    kept = joined_strides(are_parts_made=True, is_kept=True)
+    assert kept[:-1] == [(2048, 1, 256, 32)] * 5
+    assert ir.FlexibleLayout.contiguous_strides is before
 
 
 @pytest.mark.parametrize(("is_marked", "strides"), [(False, (3456, 1152, 1)), (True, (3300, 1100, 1))])
