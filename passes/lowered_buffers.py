@@ -4,13 +4,14 @@
                     -> lives, curve, peak under one order
 
 Counted like the allocator counts: a storage once however many inputs are views of it, the results of one call from the
-call on, what a wait returns as the buffer that it returns, what is written over its operand as that operand, and
-nothing for what a fused kernel makes for itself alone.
+call on, what a wait returns as the buffer that it returns, what is written over its operand as that operand, the parts
+of a concatenation as the whole of it from the first part on, and nothing for what a fused kernel makes for itself
+alone.
 Inputs of the forward are resident and not counted, host copies are not on the device, outputs live to the end.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -41,13 +42,22 @@ class LoweredPeak:
 
 @dataclass(eq=False)
 class LoweredBuffer:
-    """One allocation. `maker` is None for an input; `readers` are the nodes that need it; outputs stay."""
+    """One allocation. `maker` is None for an input; `parts` write into it, perhaps before it is complete; `readers` are
+    the nodes that need it; outputs stay.
+    """
 
     name: str
     size_bytes: int
     maker: Any
     readers: set[Any]
     is_output: bool
+    parts: set[Any] = field(default_factory=set)
+
+    def start(self, step: Mapping[Any, int]) -> int:
+        """The step of an order in which it is allocated; the first one for an input."""
+        if self.maker is None:
+            return 0
+        return min(step[self.maker], *(step[part] for part in self.parts), len(step))
 
 
 class LoweredBuffers:
@@ -59,7 +69,7 @@ class LoweredBuffers:
 
     def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
         self.workspace_by_name = workspace
-        self.buffers, kept_inside = _collect(list(nodes))
+        self.buffers, kept_inside, self.whole_of = _collect(list(nodes))
         self.by_name = {buffer.name: buffer for buffer in self.buffers}
         self.takeovers = [
             takeover
@@ -82,7 +92,7 @@ class LoweredBuffers:
         taken = {self.by_name[t.operand] for t in self.takeovers if self.is_taken(t, step)}
         found = []
         for buffer in self.buffers:
-            start = step[buffer.maker] if buffer.maker is not None else 0
+            start = buffer.start(step)
             last = max((step[reader] for reader in buffer.readers), default=start)
             last = last - 1 if buffer in taken else last
             found.append((buffer, start, len(order) if buffer.is_output else max(start, last)))
@@ -104,7 +114,11 @@ class LoweredBuffers:
             name = block[buffer.name]
             known = lives.get(name, (buffer.size_bytes, first, stop))
             lives[name] = (known[0], min(known[1], first), max(known[2], stop))
-        called = {block[name]: output for name, output in self.output_names.items() if name in block}
+        called: dict[str, str] = {}
+        for name, output in self.output_names.items():
+            whole = self.whole_of.get(name, name)
+            if whole in block and (whole == name or block[whole] not in called):
+                called[block[whole]] = output
         named = [(called.get(name, name), *life) for name, life in lives.items()]
         named += [
             (f"workspace of {node.get_name()}", size, step[node], step[node]) for node, size in self.workspace.items()
@@ -141,8 +155,10 @@ class LoweredBuffers:
         return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
 
 
-def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
-    """The allocations, and the names of the results that no kernel writes."""
+def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str], dict[str, str]]:
+    """The allocations, the names of the results that no kernel writes, and by what name results are allocated that are
+    not by their own: parts of a concatenation.
+    """
     from torch._inductor import memory
     from torch._inductor.virtualized import V
     from torch.utils._ordered_set import OrderedSet
@@ -157,6 +173,7 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
         found[buffer.name] = buffer
         buffer.is_output = buffer.is_output or buffer.name in outputs
     aliases: list[tuple[str, LoweredBuffer]] = []
+    whole_of: dict[str, str] = {}
     kept_inside: set[str] = set()
     maker_of = {buffer.get_name(): node for node in nodes for buffer in node.get_outputs()}
     for node in nodes:
@@ -170,8 +187,12 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
             if name in never_written:
                 continue
             plan = scheduled.mpi_buffer
-            size = allocated_bytes(plan.size_free, main)
+            size = allocated_bytes(max(plan.size_free, _extent_bytes(ir_buffer)), main)
             made = LoweredBuffer(name, size, node, set(plan.succ_nodes), name in outputs)
+            if (whole := _part_of(ir_buffer)) is not None:
+                whole_of[name] = whole
+                aliases.append((whole, made))
+                continue
             source = _unpacked_from(ir_buffer)
             # Up to torch 2.11 a single result is unpacked, too; in 2.14 it is the call itself.
             if (aliased := _waited_for(ir_buffer if source is None else source)) is not None:
@@ -183,10 +204,34 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str]]:
                 made.readers.add(node)
             found[name] = made
     for aliased, made in aliases:
+        while aliased in whole_of:
+            aliased = whole_of[aliased]
+        if made.name in whole_of:
+            whole_of[made.name] = aliased
         if (original := found.get(aliased)) is not None:
             original.readers |= made.readers | {made.maker}
             original.is_output = original.is_output or made.is_output
-    return list(found.values()), kept_inside
+            if made.name in whole_of:
+                original.parts.add(made.maker)
+    return list(found.values()), kept_inside, whole_of
+
+
+def _extent_bytes(ir_buffer: Any) -> int:
+    """From the first to the last element as the buffer is laid out: rows may be padded. 0 where it has no layout."""
+    from torch._inductor import ir
+
+    layout = ir_buffer.get_output_spec() if ir_buffer is not None else None
+    if not isinstance(layout, ir.Layout) or any(int(length) == 0 for length in layout.size):
+        return 0
+    extent = 1 + sum((int(length) - 1) * int(step) for length, step in zip(layout.size, layout.stride, strict=True))
+    return extent * int(layout.dtype.itemsize)
+
+
+def _part_of(ir_buffer: Any) -> str | None:
+    """The concatenation that a result is written into, which is allocated before its first part is written."""
+    if ir_buffer is None or type(ir_buffer.get_output_spec()).__name__ != "NonOwningLayout":
+        return None
+    return str(ir_buffer.get_output_spec().view.get_name())
 
 
 def kernel_locals(node: Any) -> set[str]:

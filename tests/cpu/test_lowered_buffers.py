@@ -23,11 +23,13 @@ class Recorder:
 
     def __init__(self) -> None:
         self.made: set[str] = set()
+        self.sizes: dict[str, int] = {}
         self.peak = LoweredPeak(0, 0, "")
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         buffers = LoweredBuffers(nodes, {})
         self.made |= {buffer.name for buffer in buffers.buffers if buffer.maker is not None}
+        self.sizes |= {buffer.name: buffer.size_bytes for buffer in buffers.buffers}
         self.peak = buffers.peak(nodes)
         return nodes
 
@@ -93,3 +95,38 @@ def test_what_comes_back_is_not_counted_again_as_what_its_wait_returns() -> None
         compile_fx_inner(module, inputs)
     # The product, what came back, and the product with that.
     assert len(recorder.made) == 3
+
+
+def joined_late(x: torch.Tensor, w: torch.Tensor, wide: torch.Tensor) -> torch.Tensor:
+    """The first half of a concatenation is made before two large buffers, the second from them."""
+    first = torch.sin(x @ w)
+    second = torch.exp(first @ wide) @ wide.t()
+    joined = torch.cat([first, torch.tanh(second)], 1)
+    return joined @ joined.t()
+
+
+def test_a_concatenation_is_allocated_with_its_first_part() -> None:
+    counted, written, peak = lowered(joined_late, torch.randn(N, N), torch.randn(N, N), torch.randn(N, 8 * N))
+    assert counted == written
+    large_bytes, joined_bytes = 4 * N * 8 * N, 4 * N * 2 * N
+    assert peak.peak_bytes == 2 * large_bytes + joined_bytes
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """Rows of 1100 elements that are written, and read the other way round."""
+    y = torch.exp(x) - x.sum(0, keepdim=True)
+    return torch.cumsum(y, 0).sum(0) + torch.cumsum(y, 1).sum(0)
+
+
+def test_padded_rows_are_counted_as_they_are_allocated() -> None:
+    recorder = Recorder()
+    with torch._inductor.config.patch(disable_padding_cpu=False):
+        code = written_code(padded, torch.randn(512, 1100), scheduler_pass=recorder, inplace=False)
+    extents = {}
+    for name, size, stride in re.findall(
+        r"^ *(buf\d+) = empty_strided_cpu\(\((.*?)\), \((.*?)\), ", code, re.MULTILINE
+    ):
+        lengths, steps = ([int(n) for n in text.split(",") if n.strip()] for text in (size, stride))
+        extents[name] = 4 * (1 + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True)))
+    assert max(extents.values()) > 4 * 512 * 1100
+    assert {name: recorder.sizes[name] for name in extents} == extents
