@@ -217,11 +217,15 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str], dict[str,
 
 
 def _extent_bytes(ir_buffer: Any) -> int:
-    """From the first to the last element as the buffer is laid out: rows may be padded. 0 where it has no layout."""
+    """From the first to the last element as the buffer is laid out: rows may be padded. 0 where it has no layout of its
+    own.
+    """
     from torch._inductor import ir
 
     layout = ir_buffer.get_output_spec() if ir_buffer is not None else None
-    if not isinstance(layout, ir.Layout) or any(int(length) == 0 for length in layout.size):
+    if not isinstance(layout, ir.Layout) or isinstance(layout, ir.MutationLayoutSHOULDREMOVE):
+        return 0
+    if any(int(length) == 0 for length in layout.size):
         return 0
     extent = 1 + sum((int(length) - 1) * int(step) for length, step in zip(layout.size, layout.stride, strict=True))
     return extent * int(layout.dtype.itemsize)

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import ir
 from torch._inductor.compile_fx import compile_fx_inner
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
+from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak, _extent_bytes
 from fxhome.runtime import ops
 from tests.graph_tools import written_code
 
@@ -130,3 +132,10 @@ def test_padded_rows_are_counted_as_they_are_allocated() -> None:
         extents[name] = 4 * (1 + sum((n - 1) * step for n, step in zip(lengths, steps, strict=True)))
     assert max(extents.values()) > 4 * 512 * 1100
     assert {name: recorder.sizes[name] for name in extents} == extents
+
+
+def test_what_is_written_into_another_buffer_has_no_memory_of_its_own() -> None:
+    """Its layout has the size of a view and the strides of what is viewed: no extent can be read from them."""
+    layout = object.__new__(ir.MutationLayoutSHOULDREMOVE)
+    layout.size, layout.stride, layout.dtype = [256, 1024], [1], torch.float32
+    assert _extent_bytes(SimpleNamespace(get_output_spec=lambda: layout)) == 0
