@@ -9,6 +9,7 @@ does not qualify, nor does what something may be recomputed from: a reader of th
 backward wants values. (Gist, Jain et al. 2018, calls the first case binarization.)
 """
 
+import operator
 from collections.abc import Collection, Mapping
 
 import torch
@@ -47,12 +48,16 @@ def asked_of(reader: fx.Node, source: fx.Node) -> str | None:
 
 def value_reader(decoded: fx.Node, codec: str) -> fx.Node | None:
     """A reader of a decoded mask, or of a view of it, that asks for more than `codec` kept; None where none does."""
-    for reader in decoded.users:
+    return _value_reader(decoded, codec, decoded.meta["val"].dtype)
+
+
+def _value_reader(source: fx.Node, codec: str, dtype: torch.dtype) -> fx.Node | None:
+    for reader in source.users:
         # Not by storages: a decoded tensor stands in for another one in what its readers recorded.
-        if _views_by_schema(reader, decoded.meta["val"].dtype):
-            found = value_reader(reader, codec)
+        if _views_by_schema(reader, dtype):
+            found = _value_reader(reader, codec, dtype)
         else:
-            found = None if asked_of(reader, decoded) in ("", codec) else reader
+            found = None if asked_of(reader, source) in ("", codec) else reader
         if found is not None:
             return found
     return None
@@ -110,12 +115,16 @@ def _is_view(node: fx.Node, key: int) -> bool:
 
 
 def _views_by_schema(node: fx.Node, dtype: torch.dtype) -> bool:
-    """Whether an operator gives one view of its argument, of that dtype."""
-    value = node.meta.get("val")
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(value, torch.Tensor):
+    """Whether all that an operator gives is views of its argument, of that dtype; so is one taken from among them."""
+    leaves = tree_leaves(node.meta.get("val"))
+    if not leaves or any(not isinstance(leaf, torch.Tensor) or leaf.dtype != dtype for leaf in leaves):
+        return False
+    if node.target is operator.getitem or node.target is _aten._unsafe_view.default:
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
         return False
     aliases = [result.alias_info for result in node.target._schema.returns]
-    return value.dtype == dtype and len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
+    return len(aliases) == 1 and aliases[0] is not None and not aliases[0].is_write
 
 
 def _rebuildable(facts: GraphFacts, may_recompute: bool) -> frozenset[str]:

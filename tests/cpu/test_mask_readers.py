@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Collection
 
 import numpy as np
@@ -150,6 +151,50 @@ def test_a_reader_of_values_behind_a_mask_breaks_a_graph_rule() -> None:
         view.meta["val"] = decode.meta["val"].view(-1)
     with graph.inserting_after(view):
         graph.call_function(torch.ops.aten.exp.default, (view,)).name = "curious"
+
+    with pytest.raises(GraphRuleError, match=r"what was kept as a mask is read as one.*'curious'"):
+        verify_codecs(run.forward, run.backward)
+
+
+@pytest.mark.parametrize(
+    ("behind", "mask"),
+    [
+        (lambda x: torch.max_pool2d(torch.relu(x).split(8, 1)[0], 2), "relu_mask"),
+        (lambda x: torch.max_pool2d(torch.relu(x).unbind(0)[0], 2), "relu_mask"),
+        (lambda x: F.relu6((x * 1).chunk(2, 1)[0]) + 1, "relu6_mask"),
+        (lambda x: F.relu6(x.transpose(2, 3).reshape(4, 16, 8, 128)) + 1, "relu6_mask"),
+    ],
+)
+def test_views_without_a_view_s_schema_keep_a_graph_rule(
+    behind: Callable[[torch.Tensor], torch.Tensor], mask: str
+) -> None:
+    """Several views at a time, and the one operator that makes a view and does not say so."""
+    torch.manual_seed(0)
+    model, x = Tail(behind), torch.randn(4, 3, 32, 32)
+    loss, gradients = stock_step(model, x)
+
+    found = run_step(model, x, place(COMPRESS), allow=NO_RECOMPUTE)
+
+    used = [found.problem.codec_of(s, COMPRESS) for s in map(int, np.flatnonzero(found.result.saved))]
+    assert used.count(mask) == 1
+    assert found.loss is not None
+    assert torch.equal(found.loss, loss)
+    assert all(map(torch.equal, found.gradients, gradients))
+
+
+def test_a_reader_of_values_behind_several_views_breaks_a_graph_rule() -> None:
+    run = masked()
+    graph = run.backward.graph
+    (decode,) = [node for node in graph.nodes if node.target is codec_ops.decode_op and node.args[6] == "relu_mask"]
+    with graph.inserting_after(decode):
+        parts = graph.call_function(torch.ops.aten.split.Tensor, (decode, 8, 1))
+    with decode.meta["val"].fake_mode:
+        parts.meta["val"] = decode.meta["val"].split(8, 1)
+    with graph.inserting_after(parts):
+        part = graph.call_function(operator.getitem, (parts, 1))
+    part.meta["val"] = parts.meta["val"][1]
+    with graph.inserting_after(part):
+        graph.call_function(torch.ops.aten.exp.default, (part,)).name = "curious"
 
     with pytest.raises(GraphRuleError, match=r"what was kept as a mask is read as one.*'curious'"):
         verify_codecs(run.forward, run.backward)
