@@ -91,6 +91,7 @@ def test_what_is_on_the_host_comes_back_behind_all_trials_of_a_variant(
 
     monkeypatch.setattr(tuner, "bench", bench)
     kernel: Any = object.__new__(tuner)
+    kernel.fn = SimpleNamespace(src='tmp1 = tmp0 < 9\ntl.device_assert(tmp1, "out of bounds")')
     with frugal_benchmarks(1):
         assert tuner.bench(kernel, False) == 1.0
         assert order == ["trial on 0 0", "trial on 5 1", "trial on 10 1"]
@@ -99,6 +100,27 @@ def test_what_is_on_the_host_comes_back_behind_all_trials_of_a_variant(
             tuner.bench(kernel, True)
         assert overwritten.tolist() == [1.0] * 4
     assert tuner.bench is bench
+
+
+@pytest.mark.parametrize("source", [None, 'tmp1 = tmp0.to(tl.int64)\ntl.device_assert(tmp1 < 9, "out of bounds")'])
+def test_values_that_may_become_indices_come_back_within_each_trial(
+    tuner: Any, monkeypatch: pytest.MonkeyPatch, source: str | None
+) -> None:
+    overwritten, seen = torch.zeros(4), []
+
+    def bench(self: Any) -> float:
+        for _ in range(2):
+            overwritten.add_(5)
+            self.restore_args_from_cpu({"in_out_ptr0": (overwritten, torch.ones(4))})
+            seen.append(overwritten.tolist())
+        return 1.0
+
+    monkeypatch.setattr(tuner, "bench", bench)
+    kernel: Any = object.__new__(tuner)
+    kernel.fn = SimpleNamespace(src=source)
+    with frugal_benchmarks(1):
+        tuner.bench(kernel)
+    assert seen == [[1.0] * 4] * 2
 
 
 def test_without_a_limit_inductor_copies_as_it_does(tuner: Any) -> None:
