@@ -118,19 +118,21 @@ class Bench:
             for turn in range(self.arguments.rounds):
                 for method in ready if turn % 2 == 0 else reversed(ready):
                     self.time(method)
-                self.keep(ready, alone)
-            for method in ready:
-                print(json.dumps({method.name: method.figures}), flush=True)
+                self.keep(ready, alone, turn + 1)
             if self.arguments.trace and self.device.type == "cuda":
                 self.trace([method for method in ready if method.times])
+        for method in ready:
+            print(json.dumps({method.name: method.figures}), flush=True)
+        self.write()
 
-    def keep(self, ready: list[Method], alone: bool) -> None:
-        """Write down what is known of all methods by now."""
+    def keep(self, ready: list[Method], alone: bool, rounds: int) -> None:
+        """Write down what is known of all methods by now: a run may be ended before its last turn."""
         reference = next((m for m in ready if m.name == REFERENCE and m.times), None)
         for method in ready:
             if method.times:
                 method.figures |= {
                     "alone": alone,
+                    "rounds": rounds,
                     "step_seconds": statistics.median(method.times),
                     "fastest_seconds": min(method.times),
                     "slowest_seconds": max(method.times),
@@ -143,13 +145,18 @@ class Bench:
                     if method.uncapped_times:
                         method.figures["uncapped_ratio"] = statistics.median(method.uncapped_times) / stock_seconds
             self.rows[method.name] = method.figures
-        self.write()
+        self.write_rows()
+
+    def is_measured(self, name: str) -> bool:
+        """Whether a row is there, with all the turns that are wanted of it."""
+        wanted = self.arguments.rounds
+        return name in self.rows and self.rows[name].get("rounds", wanted) >= wanted
 
     def all_prepared(self) -> list[Method]:
         """Every method that has no row yet and is to be had before the time is over."""
         ready: list[Method] = []
         for name, build in self.wanted():
-            if name in self.rows and name != REFERENCE:
+            if self.is_measured(name) and name != REFERENCE:
                 continue
             if self.arguments.until is not None and time.perf_counter() - self.began > self.arguments.until:
                 print(f"not started, the time is over: {name}", flush=True)
@@ -410,6 +417,12 @@ class Bench:
 
     def write(self) -> None:
         """JSON with everything, Markdown with the table, a picture of the front."""
+        document = self.write_rows()
+        self.path.with_suffix(".md").write_text(table(document))
+        picture(document, self.path.with_suffix(".png"))
+
+    def write_rows(self) -> dict[str, Any]:
+        """JSON with everything, and what is in it."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         device = torch.cuda.get_device_name() if self.device.type == "cuda" else platform.processor() or "CPU"
         document = {
@@ -422,8 +435,7 @@ class Bench:
             "rows": self.rows,
         }
         self.path.write_text(json.dumps(document, indent=1) + "\n")
-        self.path.with_suffix(".md").write_text(table(document))
-        picture(document, self.path.with_suffix(".png"))
+        return document
 
 
 def _print_profile(run: Callable[[], object]) -> None:
