@@ -17,7 +17,7 @@ from typing import IO, Any
 
 import torch
 
-from fxhome.device import cache_directory
+from fxhome.device import lock_path
 
 _POLL_SECONDS = 0.02
 _TURN_SECONDS = 60.0
@@ -74,7 +74,6 @@ def _locked(handle: IO[str], wait_seconds: float) -> bool:
 
 
 def _lock_file(device: torch.device, what: str = "quiet") -> IO[str]:
-    name = f"cuda-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
-    path = cache_directory() / f"{what}-{name}.lock"
+    path = lock_path(what, device)
     path.parent.mkdir(parents=True, exist_ok=True)
     return path.open("w")

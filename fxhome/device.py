@@ -189,8 +189,7 @@ def measuring_turn(device: torch.device) -> Iterator[None]:
     Two processes that time operators on one device at a time would time each other. Where the cache directory cannot
     be locked, measuring goes on without a turn and says so.
     """
-    name = f"cuda-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
-    path = cache_directory() / f"measuring-{name}.lock"
+    path = lock_path("measuring", device)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         handle = path.open("w")
@@ -240,6 +239,12 @@ def device_identity(device: torch.device) -> _Identity:
     if device.type == "cuda":
         return "cuda", torch.cuda.get_device_name(device), (*versions, ("cuda", str(torch.version.cuda)))
     return "cpu", _processor_name(), tuple(versions)
+
+
+def lock_path(what: str, device: torch.device) -> Path:
+    """The file by which processes of this user take turns at something on one device."""
+    name = f"cuda-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else "cpu"
+    return cache_directory() / f"{what}-{name}.lock"
 
 
 def cache_directory() -> Path:

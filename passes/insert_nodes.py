@@ -5,6 +5,7 @@ from typing import Any
 
 from torch import fx
 
+from fxhome.passes.capture import fake_mode_of
 from fxhome.passes.partition import INSTRUCTION
 from fxhome.placement import Instruction
 
@@ -31,19 +32,26 @@ def anchors(graph: fx.Graph, program: Sequence[Instruction], base: int) -> list[
     return found
 
 
+def stand_in(
+    graph: fx.Graph, target: Any, args: tuple[Any, ...], source: fx.Node, name: str, **options: Any
+) -> fx.Node:
+    """A call where `graph` inserts just now, with `source`'s metadata and a fake value of its own."""
+    node = graph.call_function(target, args, options)
+    node.meta = inherited_meta(source)
+    with fake_mode_of(source.meta["val"]):
+        node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]), **options)
+    node.name = graph._graph_namespace.create_name(name, None)
+    return node
+
+
 def insert_call(
     graph: fx.Graph, anchor: fx.Node, target: Any, args: tuple[Any, ...], source: fx.Node, position: int, name: str
 ) -> fx.Node:
-    """Insert a call before `anchor`, with `source`'s metadata and a fake value of its own."""
+    """Insert a call that stands in for `source` before `anchor`."""
     with graph.inserting_before(anchor):
-        node = graph.call_function(target, args)
-    node.meta = inherited_meta(source)
-    values = fx.node.map_arg(args, lambda argument: argument.meta["val"])
-    with source.meta["val"].fake_mode:
-        node.meta["val"] = target(*values)
+        node = stand_in(graph, target, args, source, name)
     node.meta[INSTRUCTION] = position
     node.meta["fxhome_source"] = source.name
-    node.name = graph._graph_namespace.create_name(name, None)
     return node
 
 

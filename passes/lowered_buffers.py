@@ -57,7 +57,7 @@ class LoweredBuffer:
         """The step of an order in which it is allocated; the first one for an input."""
         if self.maker is None:
             return 0
-        return min(step[self.maker], *(step[part] for part in self.parts), len(step))
+        return min(step[node] for node in (self.maker, *self.parts))
 
 
 class LoweredBuffers:

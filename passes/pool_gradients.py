@@ -21,10 +21,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from fxhome.passes.capture import fake_mode_of
 from fxhome.passes.facts import storage_nbytes
 from fxhome.passes.fusion import operator_name
-from fxhome.passes.insert_nodes import inherited_meta
+from fxhome.passes.insert_nodes import stand_in
 from fxhome.placement import Instruction
 
 GATHERED_SUFFIX = "_gathered"
@@ -61,7 +60,7 @@ def gather_pool_gradients(graph: fx.Graph, min_bytes: int, *, overlapping: bool)
             continue
         result, suffix = found.result, OVERLAPPING_SUFFIX if found.overlaps else GATHERED_SUFFIX
         with graph.inserting_before(result):
-            gathered = _call(graph, result, _POOL_BACKWARD, found.arguments, result.name + suffix)
+            gathered = stand_in(graph, _POOL_BACKWARD, found.arguments, result, result.name + suffix)
         _hand_over(graph, result, gathered)
         _erase_unread(graph, result)
 
@@ -130,15 +129,6 @@ def _is_like(node: fx.Node, shape: torch.Size, dtype: torch.dtype) -> bool:
     return bool(value.shape == shape and value.dtype == dtype)
 
 
-def _call(graph: fx.Graph, source: fx.Node, target: Any, args: tuple[Any, ...], name: str, **options: Any) -> fx.Node:
-    node = graph.call_function(target, args, options)
-    node.name = graph._graph_namespace.create_name(name, None)
-    node.meta = inherited_meta(source)
-    with fake_mode_of(source.meta["val"]):
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda read: read.meta["val"]), **options)
-    return node
-
-
 def _hand_over(graph: fx.Graph, result: fx.Node, gathered: fx.Node) -> None:
     """Have the readers of `result` read `gathered`, in the strides that they know."""
     stride = gathered.meta["val"].stride()
@@ -151,7 +141,7 @@ def _hand_over(graph: fx.Graph, result: fx.Node, gathered: fx.Node) -> None:
         if result.users:
             clone, options = torch.ops.aten.clone.default, {"memory_format": torch.contiguous_format}
             with graph.inserting_before(result):
-                gathered = _call(graph, result, clone, (gathered,), gathered.name + "_contiguous", **options)
+                gathered = stand_in(graph, clone, (gathered,), result, gathered.name + "_contiguous", **options)
     result.replace_all_uses_with(gathered)
 
 

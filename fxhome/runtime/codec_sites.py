@@ -83,8 +83,8 @@ class CodecSite:
     def next_step(self) -> bool:
         """Count a step; whether to encode in it. While plain copies win, an attempt now and then looks again."""
         self.look()
-        if found := self.note.word.value:
-            self._note_rise(VECTOR_BYTES * (found - 1))
+        if (tail_bytes := self._noted_tail_bytes()) is not None:
+            self._note_rise(tail_bytes)
         self.steps += 1
         if self.is_encoding:
             return True
@@ -93,22 +93,25 @@ class CodecSite:
 
     def look(self) -> None:
         """Read what has been noted by now."""
-        found = self.note.word.value
-        if found:
-            self.observe(self.head_bytes + VECTOR_BYTES * (found - 1))
+        if (tail_bytes := self._noted_tail_bytes()) is not None:
+            self.observe(self.head_bytes + tail_bytes)
 
     def bound_bytes(self) -> int:
         """What the next encoded form is likely not to exceed, a multiple of 16; 0 where nothing is known yet."""
-        found = self.note.word.value
-        if not found:
+        tail_bytes = self._noted_tail_bytes()
+        if tail_bytes is None:
             return 0
-        tail = VECTOR_BYTES * (found - 1)
-        rise = round(tail * self._rise_share) // VECTOR_BYTES * VECTOR_BYTES
-        return self.head_bytes + tail + MARGIN_BYTES + rise
+        rise_bytes = round(tail_bytes * self._rise_share) // VECTOR_BYTES * VECTOR_BYTES
+        return self.head_bytes + tail_bytes + MARGIN_BYTES + rise_bytes
+
+    def _noted_tail_bytes(self) -> int | None:
+        """The tail that the latest encoding has noted; None where none has."""
+        found = self.note.word.value
+        return VECTOR_BYTES * (found - 1) if found else None
 
     def _note_rise(self, tail_bytes: int) -> None:
         """Remember the largest rise of late as a share; every step halves what is remembered."""
-        seen = max(0, tail_bytes - self._tail_bytes) / max(1, self._tail_bytes) if self._tail_bytes else 0.0
+        seen = max(0, tail_bytes - self._tail_bytes) / self._tail_bytes if self._tail_bytes else 0.0
         self._rise_share = min(max(seen, self._rise_share / 2), 1 / MARGIN_SHARE)
         self._tail_bytes = tail_bytes
 

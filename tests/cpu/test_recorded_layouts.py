@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import operator
 from typing import Any
 
@@ -45,6 +46,13 @@ class Recorder:
         return None
 
 
+def added(graph: fx.Graph, target: Any, *args: Any) -> fx.Node:
+    """A call at the end of a graph, with its fake value."""
+    node = graph.call_function(target, args)
+    node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
+    return node
+
+
 def moved_late(*, is_marked: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """A mask with rows of 1100 bytes that the backward still holds while it is moved."""
     graph = fx.Graph()
@@ -64,12 +72,7 @@ def moved_late(*, is_marked: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
 def moved_mask(*, first_is_last: bool) -> tuple[fx.GraphModule, list[torch.Tensor]]:
     """A comparison of a contiguous and a channels-last image, moved: recorded in the layout of its first operand."""
     graph = fx.Graph()
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
-        return node
-
+    call = functools.partial(added, graph)
     with FakeTensorMode():
         plain, last = graph.placeholder("plain"), graph.placeholder("last")
         plain.meta["val"] = torch.empty(SHAPE)
@@ -146,11 +149,7 @@ def joined_strides(*, are_parts_made: bool, is_kept: bool) -> list[tuple[int, ..
     are_parts_made: the parts are images that are pooled as well, and what that gives; else they are computed for it.
     """
     graph = fx.Graph()
-
-    def call(target: Any, *args: Any) -> fx.Node:
-        node = graph.call_function(target, args)
-        node.meta["val"] = target(*fx.node.map_arg(args, lambda argument: argument.meta["val"]))
-        return node
+    call = functools.partial(added, graph)
 
     def pooled(image: fx.Node, stride: int, padding: int) -> fx.Node:
         both = call(torch.ops.aten.max_pool2d_with_indices.default, image, [3, 3], [stride] * 2, [padding] * 2)
