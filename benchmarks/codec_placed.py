@@ -20,10 +20,10 @@ from fxhome.passes.capture import normalize
 from fxhome.passes.codec_choice import MIN_ZERO_SHARE, choose_codecs, zero_share
 from fxhome.passes.cost_model import node_costs
 from fxhome.passes.facts import extract_facts
+from fxhome.passes.graph_model import link_of
 from fxhome.passes.insert_codecs import insert_codecs
 from fxhome.passes.insert_transfers import insert_transfers
 from fxhome.passes.partition import partition
-from fxhome.passes.pipeline import link_of
 from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, SWAP, simulate

@@ -33,7 +33,9 @@ from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
-from fxhome.passes import cost_model, inductor_check, pipeline
+from fxhome.passes import cost_model, graph_model, inductor_check, pipeline
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 
 PROFILES = Path(__file__).parent / "profiles"
 SLACK = "1000GB"
@@ -115,7 +117,7 @@ def measure(name: str, budget: str) -> Row:
     cost_model._measure_missing = _known_times
     recorder = Recorder(profile)
     row = Row(name, budget)
-    tried: list[tuple[pipeline.Planned, int]] = []
+    tried: list[tuple[Planned, int]] = []
     options = Options.from_mapping({"memory_budget": budget, "inner": "inductor"})
 
     def plan_step(joint: Any, inputs: object, outputs: int, situation: Any, static: list[int] | None) -> Any:
@@ -134,7 +136,7 @@ def measure(name: str, budget: str) -> Row:
         return planned
 
     def compile_graph(gm: Any, inputs: Sequence[Any]) -> Any:
-        situation = pipeline.Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes)
+        situation = Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes)
         try:
             variant = inner_inductor.compile_inductor(gm, inputs, plan_step, situation)
             # Of all that were tried, the one that was taken; once checked its peak is the lowered one.
@@ -203,7 +205,7 @@ class Recorder:
         self.profile = profile
         self.graphs: dict[bool, list[Item]] = {}
         self.times: dict[str, float] = {}
-        costs, check = pipeline.node_costs, inductor_check.ScheduleCheck.__call__
+        costs, check = graph_model.node_costs, inductor_check.ScheduleCheck.__call__
 
         def remember_costs(work: Any, facts: Any, *args: Any, **how: Any) -> Any:
             found = costs(work, facts, *args, **how)
@@ -217,7 +219,7 @@ class Recorder:
             self.graphs[V.graph.is_backward] = [item for node in order for item in self._item(node, V.graph)]
             return order
 
-        pipeline.node_costs = remember_costs
+        graph_model.node_costs = remember_costs
         inductor_check.ScheduleCheck.__call__ = remember_nodes
 
     def _item(self, node: Any, graph: Any) -> list[Item]:

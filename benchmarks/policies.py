@@ -34,7 +34,7 @@ from benchmarks.policy_report import report
 from fxhome import ledger
 from fxhome.backend import fxhome as backend
 from fxhome.passes.op_class import op_class
-from fxhome.passes.pipeline import Planned
+from fxhome.passes.planned import Planned
 from fxhome.passes.search import POLICIES, minimum_peak, search
 from fxhome.passes.simulate import Problem
 

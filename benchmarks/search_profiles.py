@@ -29,10 +29,11 @@ from benchmarks.search_problems import save_case
 from benchmarks.workloads import WORKLOADS
 from fxhome.device import DeviceProfile
 from fxhome.options import Options
-from fxhome.passes import cost_model, pipeline
+from fxhome.passes import cost_model, graph_model, pipeline
 from fxhome.passes.cost_model import TimingCache
 from fxhome.passes.problem import Costs
 from fxhome.passes.simulate import Problem
+from fxhome.passes.situation import Situation
 from fxhome.trace_offline import trace_joint
 
 ALLOW = ["swap", "recompute", "compress"]
@@ -77,7 +78,7 @@ def problem_of(name: str, profile: DeviceProfile, times: Times) -> tuple[Problem
                 num_fwd_outputs,
                 options=replace(options, on_infeasible="best_effort"),
                 profile=profile,
-                situation=pipeline.Situation(None, free_bytes=profile.total_memory_bytes),
+                situation=Situation(None, free_bytes=profile.total_memory_bytes),
                 measure=True,
                 inner="inductor",
                 static_lifetime_input_indices=static,
@@ -109,12 +110,12 @@ def _recalled(profile: DeviceProfile, times: Times) -> Iterator[list[Costs]]:
         made.append(costs(*arguments, **how))
         return made[-1]
 
-    measure, costs = cost_model._measure_missing, pipeline.node_costs
-    cost_model._measure_missing, pipeline.node_costs = recall, remember
+    measure, costs = cost_model._measure_missing, graph_model.node_costs
+    cost_model._measure_missing, graph_model.node_costs = recall, remember
     try:
         yield made
     finally:
-        cost_model._measure_missing, pipeline.node_costs = measure, costs
+        cost_model._measure_missing, graph_model.node_costs = measure, costs
 
 
 def _attention_key(signature: str) -> str:

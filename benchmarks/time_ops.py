@@ -25,6 +25,8 @@ from fxhome.inductor_graphs import plan_only
 from fxhome.options import Options
 from fxhome.passes import pipeline
 from fxhome.passes.cost_model import TimingCache
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 
 PROFILES = Path(__file__).parent / "profiles"
 
@@ -43,7 +45,7 @@ def main() -> None:
     profile = cached_profile(device, "inductor")
     options = Options.from_mapping({"memory_budget": "70%", "inner": "inductor", "max_evaluations": 1})
 
-    def plan_step(joint: Any, inputs: Any, outputs: int, situation: Any, static: Any) -> pipeline.Planned:
+    def plan_step(joint: Any, inputs: Any, outputs: int, situation: Any, static: Any) -> Planned:
         return pipeline.plan_graph(
             joint,
             inputs,
@@ -57,7 +59,7 @@ def main() -> None:
         )
 
     def backend(module: Any, inputs: Sequence[Any]) -> Any:
-        plan_only(module, inputs, plan_step, pipeline.Situation(None, free_bytes=profile.total_memory_bytes))
+        plan_only(module, inputs, plan_step, Situation(None, free_bytes=profile.total_memory_bytes))
         raise _PlannedError
 
     for name in arguments.workloads or [name for name in WORKLOADS if "small_width" not in name]:

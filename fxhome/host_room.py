@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 
 from fxhome.errors import HostMemoryError, InfeasibleBudgetError
-from fxhome.passes.pipeline import Planned
+from fxhome.passes.planned import Planned
 from fxhome.placement import Placement, Plan, StoragePlacement
 from fxhome.runtime.free_space import ALIGNMENT_BYTES
 from fxhome.runtime.host_pool import host_pool

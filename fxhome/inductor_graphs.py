@@ -24,8 +24,10 @@ from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import PAGE_BYTES
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.insert_codecs import codecs_of
-from fxhome.passes.pipeline import Planned, Situation, rewrite
+from fxhome.passes.pipeline import rewrite
+from fxhome.passes.planned import Planned
 from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
+from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.raw_allocator import CudaAllocator

@@ -47,7 +47,9 @@ from fxhome.passes.inductor_check import (
     ScatteredError,
     ScheduleCheck,
 )
-from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, with_lowering
+from fxhome.passes.planned import Planned
+from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
+from fxhome.passes.situation import Situation, with_lowering
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
 

@@ -30,7 +30,8 @@ from fxhome.device import keep_timed_graph
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.host_timer import HostTimer
 from fxhome.options import Options
-from fxhome.passes.pipeline import Planned, Situation
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.placement import Plan

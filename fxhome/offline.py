@@ -15,7 +15,9 @@ from fxhome.device import DeviceProfile
 from fxhome.host_room import within_host
 from fxhome.options import Options
 from fxhome.passes.capture import correct_recorded_values
-from fxhome.passes.pipeline import Planned, Situation, plan_graph
+from fxhome.passes.pipeline import plan_graph
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 from fxhome.placement import Plan
 from fxhome.trace_offline import trace_joint
 

@@ -28,7 +28,8 @@ from fxhome.passes.channels_last import (
     to_channels_last,
 )
 from fxhome.passes.facts import storage_key, storage_nbytes
-from fxhome.passes.pipeline import Situation, plan_graph, rewrite
+from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.situation import Situation
 from fxhome.trace_offline import trace_joint
 from tests.graph_tools import chain, chain_inputs, normalized, targets
 

@@ -16,7 +16,8 @@ from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import Allocation
 from fxhome.passes.inductor_check import LayoutError, ScatteredError, ScheduleCheck
-from fxhome.passes.pipeline import Planned, Situation
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 
 BUDGET = 10 << 30
 

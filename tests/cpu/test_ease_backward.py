@@ -16,9 +16,11 @@ from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.ease_backward import SHAPE_SUFFIX, ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import extract_facts
-from fxhome.passes.pipeline import Planned, Situation, plan_graph, rewrite
+from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.planned import Planned
 from fxhome.passes.problem import build_problem
 from fxhome.passes.search import minimum_peak
+from fxhome.passes.situation import Situation
 from fxhome.placement import Instruction, Placement, Plan
 from tests.graph_tools import LINK, joint_graph, targets, unit_costs
 

@@ -17,7 +17,8 @@ from torch import nn
 
 import fxhome
 from fxhome.errors import InfeasibleBudgetError
-from fxhome.passes.pipeline import Planned, plan_graph
+from fxhome.passes.pipeline import plan_graph
+from fxhome.passes.planned import Planned
 from fxhome.passes.torch_compat import compile_lock
 from fxhome.runtime.meter import StorageMeter
 from tests.hazard_tools import (

@@ -14,7 +14,7 @@ from torch import nn
 import fxhome
 from fxhome import inductor_graphs, ledger
 from fxhome.backend import fxhome as backend
-from fxhome.passes.pipeline import Planned
+from fxhome.passes.planned import Planned
 from fxhome.placed_blocks import SETTLED_STEPS
 from tests.allocator_model import ModelAllocator
 

@@ -11,7 +11,10 @@ import pytest
 from fxhome.device import cached_profile
 from fxhome.errors import InfeasibleBudgetError, OptionError
 from fxhome.options import Options
-from fxhome.passes.pipeline import Planned, Situation, link_of, plan_graph, rewrite
+from fxhome.passes.graph_model import link_of
+from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.planned import Planned
+from fxhome.passes.situation import Situation
 from fxhome.placement import Placement
 from tests.graph_tools import chain, chain_inputs, joint_graph
 from tests.hazard_tools import in_bytes

@@ -11,9 +11,11 @@ import pytest
 from fxhome.device import cached_profile
 from fxhome.errors import PlanMismatchError
 from fxhome.options import Options
-from fxhome.passes.pipeline import Planned, Situation, plan_graph
+from fxhome.passes.pipeline import plan_graph
 from fxhome.passes.plan_builder import CODE_OF, PLACEMENT_OF, check_replay, find_replay, placement_codes, versions
+from fxhome.passes.planned import Planned
 from fxhome.passes.simulate import KEEP
+from fxhome.passes.situation import Situation
 from fxhome.placement import Placement, Plan
 from tests.graph_tools import chain, chain_inputs, joint_graph, normalized, problem_of
 

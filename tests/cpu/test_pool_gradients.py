@@ -21,10 +21,13 @@ from fxhome.passes.capture import normalize
 from fxhome.passes.channels_last import Layouts, to_channels_last
 from fxhome.passes.ease_backward import ease_backward, is_eased_for_fusion
 from fxhome.passes.facts import extract_facts
-from fxhome.passes.pipeline import RESIDENT_SLACK_BYTES, Planned, Situation, plan_graph, rewrite
+from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.planned import Planned
 from fxhome.passes.pool_gradients import OVERLAPPING_SUFFIX, gathers_overlapping
 from fxhome.passes.problem import build_problem
+from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.search import minimum_peak
+from fxhome.passes.situation import Situation
 from fxhome.placement import Plan
 from tests.graph_tools import LINK, joint_graph, targets, unit_costs
 

@@ -21,11 +21,13 @@ from fxhome.passes.baseline import copy_joint
 from fxhome.passes.ease_backward import is_eased
 from fxhome.passes.facts import extract_facts
 from fxhome.passes.partition import partition
-from fxhome.passes.pipeline import Planned, Situation, plan_graph, rewrite
+from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.planned import Planned
 from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak
 from fxhome.passes.simulate import simulate
+from fxhome.passes.situation import Situation
 from fxhome.passes.split_convolution import SUFFIX, split_convolutions, undoing
 from fxhome.passes.verify import verify_partition
 from fxhome.placement import Plan
