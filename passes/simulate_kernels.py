@@ -270,7 +270,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
         if needed[node]:
             for edge in range(g.read_start[node], g.read_start[node + 1]):
                 needed[g.read_node[edge]] = 1
-    forward = 0
+    forward = np.int64(0)  # a bare constant is a type of its own, for which Numba would compile once more
     for node in range(n):
         if g.node_phase[node] == FORWARD and needed[node]:
             if forward + length + 1 >= capacity:
@@ -278,7 +278,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
             program[forward] = node
             recomputed[forward] = 0
             forward += 1
-    encodes = 0
+    encodes = np.int64(0)
     for s in range(storages):
         if saved[s] and is_encoded(placement[s]):
             encodes += 1

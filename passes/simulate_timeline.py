@@ -96,7 +96,7 @@ def timeline(  # type: ignore[no-untyped-def]
             s = start_at[side, p]
             while s >= 0:
                 host += start_host_us[side]
-                _run_engines(max(now, host), -1, side, slowdown, engine, busy, queue, left, ended)
+                _run_engines(max(now, host), np.int32(-1), side, slowdown, engine, busy, queue, left, ended)
                 k = queue[side, STARTED]
                 place[side, s] = k
                 left[side, k] = copy_us[side, s]
@@ -169,7 +169,8 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
         capacity *= 4
     curve = np.zeros(total + 2, np.int64)
     at = np.empty((8, storages), np.int32)
-    liveness(g, placement, saved, program, forward, total, curve, at[0], at[1], at[2], at[3], -1, saved)
+    nowhere = np.int64(-1)  # a bare constant is a type of its own, for which Numba would compile all of it once more
+    liveness(g, placement, saved, program, forward, total, curve, at[0], at[1], at[2], at[3], nowhere, saved)
     if synchronous:
         layer_transfers(
             g, placement, saved, forward, total, curve, at[0], at[1], at[2], at[3], at[4], at[5], at[6], at[7]
@@ -225,5 +226,6 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
 @njit(cache=True, nogil=True)
 def peak_and_step(g, link, placement, budget):  # type: ignore[no-untyped-def]
     """(peak bytes, step us) of one placement."""
-    found = run_program(g, link, placement, budget, False)
+    # No constant: see run_program.
+    found = run_program(g, link, placement, budget, np.bool_(False))
     return found[9][0], found[8][0]

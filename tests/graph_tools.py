@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,14 +11,21 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd
 from torch.fx.graph_module import GraphModule
 
+from fxhome.device import DeviceProfile
+from fxhome.options import Options
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.facts import GraphFacts, extract_facts
+from fxhome.passes.pipeline import plan_graph
+from fxhome.passes.planned import Planned
 from fxhome.passes.problem import Costs, build_problem
 from fxhome.passes.simulate import KEEP, Link, Placements, Problem
+from fxhome.passes.situation import Situation
+from fxhome.placement import Plan
 
 LINK = Link(d2h_us_per_byte=1e-3, h2d_us_per_byte=1e-3, duplex_slowdown=1.5, latency_us=1.0, compute_slowdown=1.1)
 EVERYTHING = 1 << 40
+H200 = Path(__file__).parents[1] / "benchmarks" / "profiles" / "h200_device.json"
 
 
 class _TracedError(BaseException):
@@ -74,6 +82,31 @@ def problem_of(
     """Facts and problem of a normalized joint graph, at unit costs."""
     facts = extract_facts(module, outputs)
     return facts, build_problem(facts, unit_costs(facts), LINK, allow)
+
+
+def planned_for_gpu(
+    joint: tuple[GraphModule, int],
+    inputs: object,
+    budget: int | str,
+    *,
+    inner: str,
+    policy: str = "pso",
+    replays: Sequence[Plan] = (),
+) -> Planned:
+    """A plan for an H200 of a joint graph that was traced here, by a short search; every rule is checked on the way."""
+    module, outputs = joint
+    options = {"memory_budget": budget, "max_evaluations": 300, "verify": True, "policy": policy}
+    return plan_graph(
+        module,
+        inputs,
+        outputs,
+        options=Options.from_mapping(options),
+        profile=DeviceProfile.load(H200),
+        situation=Situation(resident_bytes=None),
+        measure=False,
+        inner=inner,
+        replays=replays,
+    )
 
 
 def placed(problem: Problem, code: int, storages: list[int] | None = None) -> Placements:

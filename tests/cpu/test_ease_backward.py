@@ -3,26 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import fx, nn
 from torch.fx.graph_module import GraphModule
 
-from benchmarks.lowering import PROFILES
-from fxhome.device import DeviceProfile
-from fxhome.options import Options
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.ease_backward import SHAPE_SUFFIX, ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.facts import extract_facts
-from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.pipeline import rewrite
 from fxhome.passes.planned import Planned
 from fxhome.passes.problem import build_problem
 from fxhome.passes.search import minimum_peak
-from fxhome.passes.situation import Situation
-from fxhome.placement import Instruction, Placement, Plan
-from tests.graph_tools import LINK, joint_graph, targets, unit_costs
+from fxhome.placement import Instruction, Placement
+from tests.graph_tools import LINK, joint_graph, planned_for_gpu, targets, unit_costs
 
 aten = torch.ops.aten
 
@@ -134,22 +131,8 @@ def test_what_a_program_tells() -> None:
     assert is_eased_for_fusion([shape])
 
 
-def planned(
-    inputs: list[torch.Tensor], budget: str = "90%", policy: str = "pso", replays: tuple[Plan, ...] = ()
-) -> Planned:
-    module, outputs = joint(pooled, inputs)
-    options = {"memory_budget": budget, "max_evaluations": 300, "verify": True, "policy": policy}
-    return plan_graph(
-        module,
-        inputs,
-        outputs,
-        options=Options.from_mapping(options),
-        profile=DeviceProfile.load(PROFILES / "h200_device.json"),
-        situation=Situation(resident_bytes=None),
-        measure=False,
-        inner="inductor",
-        replays=replays,
-    )
+def planned(inputs: list[torch.Tensor], budget: str = "90%", **how: Any) -> Planned:
+    return planned_for_gpu(joint(pooled, inputs), inputs, budget, inner="inductor", **how)
 
 
 def test_a_kept_mask_is_planned_replayed_and_rewritten(inputs: list[torch.Tensor]) -> None:
@@ -165,4 +148,4 @@ def test_a_kept_mask_is_planned_replayed_and_rewritten(inputs: list[torch.Tensor
 
 
 def test_published_policies_get_the_graph_as_it_was_traced(inputs: list[torch.Tensor]) -> None:
-    assert "ease_backward" not in planned(inputs, "100%", "greedy").step_seconds
+    assert "ease_backward" not in planned(inputs, "100%", policy="greedy").step_seconds

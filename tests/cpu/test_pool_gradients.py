@@ -12,24 +12,19 @@ import torch
 from torch import fx, nn
 from torch.fx.graph_module import GraphModule
 
-from benchmarks.lowering import PROFILES
-from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
-from fxhome.options import Options
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.capture import normalize
 from fxhome.passes.channels_last import Layouts, to_channels_last
 from fxhome.passes.ease_backward import ease_backward, is_eased_for_fusion
 from fxhome.passes.facts import extract_facts
-from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.pipeline import rewrite
 from fxhome.passes.planned import Planned
 from fxhome.passes.pool_gradients import OVERLAPPING_SUFFIX, gathers_overlapping
 from fxhome.passes.problem import build_problem
 from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.search import minimum_peak
-from fxhome.passes.situation import Situation
-from fxhome.placement import Plan
-from tests.graph_tools import LINK, joint_graph, targets, unit_costs
+from tests.graph_tools import LINK, joint_graph, planned_for_gpu, targets, unit_costs
 
 aten = torch.ops.aten
 POOL_BACKWARD = "aten.max_pool2d_with_indices_backward.default"
@@ -183,27 +178,10 @@ def test_the_smallest_peak_is_lower(inputs: list[torch.Tensor]) -> None:
 
 
 def planned(
-    inputs: list[torch.Tensor],
-    budget: int | str,
-    policy: str = "pso",
-    replays: tuple[Plan, ...] = (),
-    window: str = "apart",
+    inputs: list[torch.Tensor], budget: int | str, *, window: str = "apart", **how: Any
 ) -> tuple[Planned, GraphModule, int]:
     module, outputs = traced(step, inputs, pool=WINDOWS[window])
-    result = plan_graph(
-        module,
-        inputs,
-        outputs,
-        options=Options.from_mapping(
-            {"memory_budget": budget, "max_evaluations": 300, "verify": True, "policy": policy}
-        ),
-        profile=DeviceProfile.load(PROFILES / "h200_device.json"),
-        situation=Situation(resident_bytes=None),
-        measure=False,
-        inner="inductor",
-        replays=replays,
-    )
-    return result, module, outputs
+    return planned_for_gpu((module, outputs), inputs, budget, inner="inductor", **how), module, outputs
 
 
 def test_what_is_planned_is_gathered_and_replayed_and_a_baseline_is_not(inputs: list[torch.Tensor]) -> None:
@@ -245,7 +223,7 @@ def test_overlapping_windows_are_gathered_where_the_budget_is_not_met_without(in
 
 def test_published_policies_get_the_scatter_and_their_plans_keep_it(inputs: list[torch.Tensor]) -> None:
     inputs = [torch.randn(8, 3, 64, 64), *inputs[1:]]
-    result, module, outputs = planned(inputs, "100%", "greedy")
+    result, module, outputs = planned(inputs, "100%", policy="greedy")
     assert SCATTER in targets(result.backward.graph)
     _, backward = rewrite(module, result.plan.program, outputs, layouts=result.layouts)
     assert str(backward.graph) == str(result.backward.graph)

@@ -14,24 +14,20 @@ from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.graph_module import GraphModule
 
-from benchmarks.lowering import PROFILES
-from fxhome.device import DeviceProfile
-from fxhome.options import Options
 from fxhome.passes.baseline import copy_joint
 from fxhome.passes.ease_backward import is_eased
 from fxhome.passes.facts import extract_facts
 from fxhome.passes.partition import partition
-from fxhome.passes.pipeline import plan_graph, rewrite
+from fxhome.passes.pipeline import rewrite
 from fxhome.passes.planned import Planned
 from fxhome.passes.problem import build_problem
 from fxhome.passes.schedule import schedule
 from fxhome.passes.search import minimum_peak
 from fxhome.passes.simulate import simulate
-from fxhome.passes.situation import Situation
 from fxhome.passes.split_convolution import SUFFIX, split_convolutions, undoing
 from fxhome.passes.verify import verify_partition
 from fxhome.placement import Plan
-from tests.graph_tools import EVERYTHING, LINK, joint_graph, normalized, targets, unit_costs
+from tests.graph_tools import EVERYTHING, LINK, joint_graph, normalized, planned_for_gpu, targets, unit_costs
 
 aten = torch.ops.aten
 PLAIN = ([1, 1], [1, 1], [1, 1], False, [0, 0], 1)
@@ -283,21 +279,9 @@ def test_a_plan_writes_the_weight_gradient_first_and_computes_the_same(
 
 
 def planned(budget: str, replays: Sequence[Plan] = ()) -> tuple[Planned, GraphModule, int]:
-    """A plan for a GPU, from a graph traced here."""
     inputs = [torch.randn(8, 3, 64, 64), torch.randn(64, 3, 3, 3), torch.randn(64, 64, 3, 3)]
     module, outputs = joint_graph(step, inputs[0], *(value.requires_grad_() for value in inputs[1:]))
-    result = plan_graph(
-        module,
-        inputs,
-        outputs,
-        options=Options.from_mapping({"memory_budget": budget, "max_evaluations": 300, "verify": True}),
-        profile=DeviceProfile.load(PROFILES / "h200_device.json"),
-        situation=Situation(resident_bytes=None),
-        measure=False,
-        inner="aot_eager",
-        replays=replays,
-    )
-    return result, module, outputs
+    return planned_for_gpu((module, outputs), inputs, budget, inner="aot_eager", replays=replays), module, outputs
 
 
 def test_a_baseline_that_fits_is_not_split() -> None:
