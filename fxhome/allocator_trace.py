@@ -15,7 +15,7 @@ from typing import Any
 
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.best_fit import rounded
-from fxhome.passes.lay_blocks import Event, Statement
+from fxhome.passes.laid_step import Event, Statement
 from fxhome.passes.ranges import Ranges, joined, total_bytes
 
 MARK_BYTES = 77

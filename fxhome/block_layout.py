@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from fxhome.allocator_trace import RecordedStep, UnsteadyError
-from fxhome.passes.lay_blocks import Extent, Laid, NoRoomError, lay, lay_anew, without_free_pages
+from fxhome.passes.extents import Extent, without_free_pages
+from fxhome.passes.laid_step import Laid, NoRoomError
+from fxhome.passes.lay_blocks import lay, lay_anew
 from fxhome.passes.ranges import total_bytes
 from fxhome.raw_allocator import Allocator
 from fxhome.units import format_bytes

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from fxhome.allocator_trace import MARK_BYTES, UnsteadyError, recorded_step, snapshot_of
-from fxhome.passes.lay_blocks import Event, Statement
+from fxhome.passes.laid_step import Event, Statement
 
 MIB = 1 << 20
 Entry = dict[str, Any]

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fxhome.passes.best_fit import Heap, rounded
-from fxhome.passes.lay_blocks import grown
+from fxhome.passes.extents import grown
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20

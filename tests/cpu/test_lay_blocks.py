@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxhome.passes.lay_blocks import Event, Laid, NoRoomError, Plugs, Statement, lay, lay_anew, without_free_pages
+from fxhome.passes.extents import without_free_pages
+from fxhome.passes.laid_step import Event, Laid, NoRoomError, Plugs, Statement
+from fxhome.passes.lay_blocks import lay, lay_anew
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20

@@ -1,0 +1,84 @@
+"""What to take from a heap so that an allocation of best fit goes where it is to go.
+
+holes: A fits best, B is meant   ->   take A, allocate, give A back
+a place inside of hole B         ->   a spacer at its low end besides
+"""
+
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+
+from fxhome.passes.allocator import SMALL_BYTES
+from fxhome.passes.best_fit import GRANULE_BYTES, Heap
+from fxhome.passes.laid_step import Event, Plugs
+
+
+def is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
+    for size, start in heap.holes:
+        if start <= target and target + size_bytes <= start + size:
+            return target == start or target - start > SMALL_BYTES
+    return False
+
+
+def plug_key(i: int) -> tuple[str, int]:
+    return ("plug", i)
+
+
+def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, during_bytes: int) -> Plugs:
+    """What to take so that each allocation goes to its place, as far as that can be done; the plugs are left taken.
+
+    before_bytes, during_bytes: what may be taken in all before the statement, and held while it runs.
+    """
+    takes: list[tuple[int, int]] = []
+    stand_ins: list[int] = []
+
+    def take(size_bytes: int, is_stand_in: bool = False) -> bool:
+        taken_bytes = sum(size for size, _ in takes)
+        held_bytes = taken_bytes - sum(takes[i][0] for i in stand_ins)
+        if taken_bytes + size_bytes > before_bytes or (not is_stand_in and held_bytes + size_bytes > during_bytes):
+            return False
+        address = heap.take(plug_key(len(takes)), size_bytes)
+        if address is None:
+            return False
+        takes.append((size_bytes, address))
+        return True
+
+    for k, (event, target) in enumerate(made):
+        before = len(takes)
+        if not _clear(heap, event.size_bytes, target, take):
+            for i in reversed(range(before, len(takes))):
+                heap.give(plug_key(i))
+            del takes[before:]
+        if k + 1 < len(made) and take(event.size_bytes, True):
+            stand_ins.append(len(takes) - 1)
+    for i in stand_ins:
+        heap.give(plug_key(i))
+    return Plugs(tuple(takes), frozenset(stand_ins))
+
+
+def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]) -> bool:
+    """Plug until an allocation would go to its place; False where that cannot be done."""
+    for _ in range(len(heap.holes) + 2):
+        hole = heap.best(size_bytes)
+        if hole is None:
+            return False
+        start, size = hole
+        if start == target:
+            return True
+        wanted = _least_plug(heap, size, size_bytes)
+        if start < target and target + size_bytes <= start + size:
+            spacer = target - start
+            if spacer <= SMALL_BYTES:
+                return False
+            lies = heap.best(spacer)
+            assert lies is not None, "the hole itself has room"
+            wanted = spacer if lies[0] == start else _least_plug(heap, lies[1], spacer)
+        if not take(wanted):
+            return False
+    return False
+
+
+def _least_plug(heap: Heap, hole_bytes: int, refused_bytes: int) -> int:
+    """The smallest plug that goes to the hole of a size and leaves less of it than would be refused."""
+    i = bisect_left(heap.holes, (hole_bytes, 0))
+    smaller = heap.holes[i - 1][0] if i else 0
+    return min(hole_bytes, max(hole_bytes - refused_bytes, smaller, SMALL_BYTES) + GRANULE_BYTES)
