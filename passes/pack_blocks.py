@@ -13,10 +13,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
 from fxhome.passes.allocator import SMALL_BYTES, Allocation, whole_pages
+from fxhome.passes.compiled import compiled
 
 NEVER = 1 << 62
 ROUNDS = 6000
@@ -223,7 +223,7 @@ class _Field:
         return _Climber(order, ends[0, : len(order)], int(top))
 
 
-@njit(cache=True)
+@compiled()
 def _place(
     order: Ints, known: int, sizes: Ints, meets: Flags, ends: Ints, sequence: Ints, base: int, limit: int
 ) -> int:
@@ -270,7 +270,7 @@ def _place(
     return top
 
 
-@njit(cache=True)
+@compiled()
 def _climb(
     order: Ints, ends: Ints, top: int, sizes: Ints, meets: Flags, base: int, rounds: int, seed: int, enough: int
 ) -> int:

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
+
+from fxhome.passes.compiled import compiled
 
 KEEP, SWAP, RECOMPUTE, RECOMPUTE_EACH, COMPRESS, COMPRESS_SWAP = range(6)
 INPUT, FORWARD, BACKWARD = range(3)
@@ -84,19 +85,19 @@ class Link(NamedTuple):
     compute_slowdown: float = 1.0  # computing takes this many times longer beside a copy
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def is_encoded(choice):  # type: ignore[no-untyped-def]
     """Whether a storage that is saved so is encoded and decoded by instructions of their own."""
     return choice == COMPRESS or choice == COMPRESS_SWAP
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def is_moved(placement, saved, s):  # type: ignore[no-untyped-def]
     """Whether storage s goes to the host."""
     return saved[s] == 1 and (placement[s] == SWAP or placement[s] == COMPRESS_SWAP)
 
 
-@njit(cache=True)
+@compiled()
 def instruction_times(program, total, node_us, encode_us, decode_us):  # type: ignore[no-untyped-def]
     """Compute time of every program entry: a node, an encode or a decode."""
     n = node_us.shape[0]
@@ -114,7 +115,7 @@ def instruction_times(program, total, node_us, encode_us, decode_us):  # type: i
     return times
 
 
-@njit(cache=True, inline="always")
+@compiled(inline="always")
 def launch_us(g, entry):  # type: ignore[no-untyped-def]
     """Host us of launching a program entry: a node, an encode or a decode; nothing where there is no host."""
     n = g.node_phase.shape[0]
@@ -125,7 +126,7 @@ def launch_us(g, entry):  # type: ignore[no-untyped-def]
     return g.node_host_us[entry] if g.node_host_us.shape[0] > 0 else 0.0
 
 
-@njit(cache=True)
+@compiled()
 def host_idle(g, placement, saved, program, forward, total, times, produced, first_backward):  # type: ignore[no-untyped-def]
     """Us that the device waits for the host before each entry, if no copy ever holds it up.
 
@@ -155,7 +156,7 @@ def host_idle(g, placement, saved, program, forward, total, times, produced, fir
     return idle
 
 
-@njit(cache=True)
+@compiled()
 def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-def]
     """Write the executed nodes into `program`; return (length of the forward, total length), or (-1, -1) on overflow.
 
@@ -293,7 +294,7 @@ def build(g, placement, program, recomputed, saved):  # type: ignore[no-untyped-
     return forward, forward + length
 
 
-@njit(cache=True)
+@compiled()
 def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):  # type: ignore[no-untyped-def]
     """Make room in the forward for one instruction per encode, behind the last reader (views pass their use on)."""
     n = g.node_phase.shape[0]
@@ -329,7 +330,7 @@ def _insert_encodes(g, placement, saved, program, recomputed, forward, encodes):
         place -= 1
 
 
-@njit(cache=True)
+@compiled()
 def _takes(g, s, node):  # type: ignore[no-untyped-def]
     """Whether the result of `node` may be written over storage s."""
     for i in range(g.taker_start[s], g.taker_start[s + 1]):
@@ -338,7 +339,7 @@ def _takes(g, s, node):  # type: ignore[no-untyped-def]
     return False
 
 
-@njit(cache=True)
+@compiled()
 def liveness(  # type: ignore[no-untyped-def]
     g,
     placement,

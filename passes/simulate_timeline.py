@@ -5,8 +5,8 @@ call, outside Python's lock. Conventions are those of `simulate_kernels` and `si
 """
 
 import numpy as np
-from numba import njit
 
+from fxhome.passes.compiled import compiled
 from fxhome.passes.simulate_kernels import (
     ENTER_BACKWARD,
     ENTER_FORWARD,
@@ -27,7 +27,7 @@ OUT, IN = range(2)
 ENDED, STARTED = range(2)
 
 
-@njit(cache=True)
+@compiled()
 def timeline(  # type: ignore[no-untyped-def]
     g,
     placement,
@@ -120,7 +120,7 @@ def timeline(  # type: ignore[no-untyped-def]
     return now, stall, busy[OUT], busy[IN], host
 
 
-@njit(cache=True)
+@compiled()
 def _run_engines(until, goal, side, slowdown, engine, busy, queue, left, ended):  # type: ignore[no-untyped-def]
     """Let both copy engines run to time `until`, or until copy `goal` of queue `side` has ended (-1: no goal)."""
     while engine[0] < until:
@@ -149,7 +149,7 @@ def _run_engines(until, goal, side, slowdown, engine, busy, queue, left, ended):
         engine[0] = until
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-untyped-def]
     """Build, live, transfer and time one placement.
 
@@ -223,7 +223,7 @@ def run_program(g, link, placement, budget, synchronous):  # type: ignore[no-unt
     )
 
 
-@njit(cache=True, nogil=True)
+@compiled(nogil=True)
 def peak_and_step(g, link, placement, budget):  # type: ignore[no-untyped-def]
     """(peak bytes, step us) of one placement."""
     # No constant: see run_program.

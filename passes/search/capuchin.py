@@ -10,8 +10,8 @@ feedback from the next iteration does.
 from collections.abc import Sequence
 
 import numpy as np
-from numba import njit
 
+from fxhome.passes.compiled import compiled
 from fxhome.passes.search.evaluator import Evaluator, base_placement
 from fxhome.passes.search.result import Placements
 from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
@@ -87,7 +87,7 @@ class _Lineage:
         chosen.add(t)
 
 
-@njit(cache=True)
+@compiled()
 def _exposed_us(copies, taken, by_eviction, by_return, opens, closes):  # type: ignore[no-untyped-def]
     """Exposed copy time of the `taken` rows of `copies` [evicted at, back at, out us, in us]."""
     clock = 0.0

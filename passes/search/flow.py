@@ -6,8 +6,8 @@ Views that take no time are looked through: they are replayed for each reader, s
 from dataclasses import dataclass
 
 import numpy as np
-from numba import njit
 
+from fxhome.passes.compiled import compiled
 from fxhome.passes.search.structure import Bool, Float64, Int64, Structure
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, ENTER_BACKWARD, FORWARD, OWNER, VIRTUAL, SimArrays
 
@@ -118,7 +118,7 @@ def _views(s: Structure) -> Int64:
     return found
 
 
-@njit(cache=True)
+@compiled()
 def _walk(  # type: ignore[no-untyped-def]
     node_phase,
     node_kind,
@@ -155,7 +155,7 @@ def _walk(  # type: ignore[no-untyped-def]
         alive[min(stop, n) + 1] -= storage_bytes[s]
 
 
-@njit(cache=True)
+@compiled()
 def needed_behind(node_phase, backward_alias, read_start, read_node, anchor, needed):  # type: ignore[no-untyped-def]
     """Mark forward nodes that some placement makes a backward node behind `anchor` demand."""
     changed = True

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
+from fxhome.passes.compiled import compiled
 from fxhome.passes.search.result import Placements
 from fxhome.passes.simulate import KEEP, RECOMPUTE, RECOMPUTE_EACH, Problem, SimArrays, SimResult
 from fxhome.passes.simulate_kernels import BACKWARD, FORWARD, liveness
@@ -19,7 +19,7 @@ Float64 = npt.NDArray[np.float64]
 Bool = npt.NDArray[np.bool_]
 
 
-@njit(cache=True)
+@compiled()
 def _direct_readers(g, first, last):  # type: ignore[no-untyped-def]
     """First and last backward node that reads each storage, directly or through views of it; -1 where none."""
     n = g.node_phase.shape[0]
@@ -48,7 +48,7 @@ def _direct_readers(g, first, last):  # type: ignore[no-untyped-def]
                     stack[top] = source
 
 
-@njit(cache=True)
+@compiled()
 def recompute_price(g, placement, saved, rebuilt, recomputable, storages, cost, extra, closure, closure_start):  # type: ignore[no-untyped-def]
     """For each asked storage: us of what recomputing it adds, bytes newly saved by it, and the storages it drags in.
 
@@ -161,7 +161,7 @@ def _reachable(problem: Problem) -> tuple[Bool, Bool]:
     return storages, reached
 
 
-@njit(cache=True)
+@compiled()
 def _mark_sources(g, reached):  # type: ignore[no-untyped-def]
     changed = True
     while changed:  # a second round only where a mutated input's clone stands after its reader
