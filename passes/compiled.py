@@ -24,13 +24,14 @@ def compiled(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """`numba.njit` with a cache that holds no other version of what a function calls; options as there."""
 
     def decorate(function: Callable[..., Any]) -> Any:
-        before = numba.config.CACHE_DIR
+        config: Any = numba.config
+        before = config.CACHE_DIR
         # Read when a function is decorated. Where it cannot be written, Numba takes the next place that it knows of.
-        numba.config.CACHE_DIR = str(_directory(before))
+        config.CACHE_DIR = str(_directory(before))
         try:
             return numba.njit(cache=True, **options)(function)
         finally:
-            numba.config.CACHE_DIR = before
+            config.CACHE_DIR = before
 
     return decorate
 

@@ -10,8 +10,8 @@ Conventions are those of `simulate_kernels`. Of each moved storage s:
 """
 
 import numpy as np
-from numba import njit
 
+from fxhome.passes.compiled import compiled
 from fxhome.passes.simulate_kernels import (
     COMPRESS,
     SWAP,
@@ -21,8 +21,11 @@ from fxhome.passes.simulate_kernels import (
     is_moved,
 )
 
+SLACK_SHARE = 0.5
+"""Where memory allows, a copy may take this much longer (or what hides it be so much faster) before anyone waits."""
 
-@njit(cache=True)
+
+@compiled()
 def transfers(  # type: ignore[no-untyped-def]
     g,
     placement,
@@ -42,7 +45,8 @@ def transfers(  # type: ignore[no-untyped-def]
     issue_in,
     wait_in,
 ):
-    """Place all copies: out behind the producer, back by the last moment that hides them, as far as memory allows.
+    """Place all copies: out behind the producer, back by the last moment that hides them, as far as memory allows; then
+    with slack, as far as memory still allows.
 
     Adds what copies hold to `curve`. Times here ignore stalls.
     """
@@ -96,6 +100,7 @@ def transfers(  # type: ignore[no-untyped-def]
     queue = np.empty(count, np.int32)
     place = np.full(storages, -1, np.int32)  # where in the queue a storage waits, -1 once it is released
     finish = np.empty(count, np.float64)
+    slack = np.empty(count, np.float64)
     head = 0  # everything in the queue before it is released
     queued = 0
     next_out = 0
@@ -104,11 +109,11 @@ def transfers(  # type: ignore[no-untyped-def]
     extra = 0  # bytes of sources that only wait for their copy
     for p in range(total):
         now += idle[p]
-        # Sources whose copy has ended are released for nothing; then, while memory is short, the oldest is waited for.
+        # Sources whose copy has surely ended are released for nothing; while memory is short, the oldest is waited for.
         while head < queued and place[queue[head]] < 0:
             head += 1
         i = head
-        while i < queued and finish[i] <= now:
+        while i < queued and finish[i] + slack[i] <= now:
             s = queue[i]
             if place[s] >= 0 and p > last_forward[s]:
                 wait_out[s] = p
@@ -149,6 +154,7 @@ def transfers(  # type: ignore[no-untyped-def]
             d2h_free = start + link.latency_us + link_bytes[s] * link.d2h_us_per_byte
             queue[queued] = s
             finish[queued] = d2h_free
+            slack[queued] = SLACK_SHARE * (d2h_free - start)
             place[s] = queued
             queued += 1
             if last_forward[s] <= p:
@@ -203,10 +209,21 @@ def transfers(  # type: ignore[no-untyped-def]
     for p in range(total + 1):
         running += change[p]
         curve[p] += running
+    previous = forward
+    for k in range(swaps):
+        s = order[rank[k]]
+        q = issue_in[s]
+        start = latest[k] - SLACK_SHARE * (link.latency_us + link_bytes[s] * link.h2d_us_per_byte)
+        lowest = max(previous, wait_out[s])
+        while q > lowest and time_at[q] > start and curve[q - 1] + size_of[s] <= budget:
+            q -= 1
+            curve[q] += size_of[s]
+        issue_in[s] = q
+        previous = q
     return time_at[total]
 
 
-@njit(cache=True)
+@compiled()
 def layer_transfers(  # type: ignore[no-untyped-def]
     g,
     placement,

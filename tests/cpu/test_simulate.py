@@ -119,6 +119,30 @@ def test_a_tighter_budget_never_saves_time_or_costs_memory_when_only_swapping(
 
 @many
 @given(problems())
+def test_where_memory_allows_copies_may_take_half_as_long_again(problem: Problem) -> None:
+    """In the forward nobody waits for one before that, and none comes back later but for those in front of it."""
+    g = problem.arrays
+    placement = np.where(problem.allowed[:, SWAP], SWAP, problem.keep_all()).astype(np.int8)
+    result = simulate(problem, placement, EVERYTHING)
+    at_us = np.concatenate([[0.0], np.cumsum(g.node_time_us[result.program])])
+    moved = np.flatnonzero((placement == SWAP) & (result.saved == 1))
+    for s in moved[
+        (result.wait_out[moved] <= result.forward_length) & (result.wait_out < result.first_backward)[moved]
+    ]:
+        copy_us = problem.link.latency_us + g.storage_copy_bytes[s] * problem.link.d2h_us_per_byte
+        assert at_us[result.wait_out[s]] >= at_us[result.issue_out[s]] + 1.5 * copy_us - 1e-6
+    if (result.wait_out[moved] > result.forward_length).any():
+        return  # the step stalls for those, so that time passes of which `at_us` knows nothing
+    before = result.forward_length
+    for s in sorted(moved, key=lambda s: (result.first_backward[s], result.issue_out[s])):
+        copy_us = problem.link.latency_us + g.storage_copy_bytes[s] * problem.link.h2d_us_per_byte
+        latest_us = at_us[result.first_backward[s]] - 1.5 * copy_us
+        assert at_us[result.issue_in[s]] <= latest_us + 1e-6 or result.issue_in[s] == max(before, result.wait_out[s])
+        before = result.issue_in[s]
+
+
+@many
+@given(problems())
 def test_rebuilding_moves_nothing_and_saves_less(problem: Problem) -> None:
     kept = simulate(problem, problem.keep_all(), EVERYTHING)
     for code in (RECOMPUTE, RECOMPUTE_EACH):
