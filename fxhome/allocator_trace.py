@@ -142,8 +142,11 @@ def recorded_step(
         raise UnsteadyError(f"{len(events) - 1} markers in the history of {len(hooks)} hooks")
     carried = _carried(found, {event.block: event.size_bytes for event in alive.values()})
     places = {event.block: (address, event.size_bytes) for address, event in alive.items()}
+    # A call's end gives plugs back, whether or not anything happens behind it.
     statements = tuple(
-        Statement(hook, tuple(group)) for hook, group in zip([None, *hooks], events, strict=True) if group
+        Statement(hook, tuple(group))
+        for i, (hook, group) in enumerate(zip([None, *hooks], events, strict=True))
+        if group or (hook is None and i)
     )
     left = {before: places[after] for before, after in carried.items()}
     gives_back = any(entry["action"] == "segment_unmap" for entry in entries)

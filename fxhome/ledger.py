@@ -141,7 +141,9 @@ def forget_all() -> None:
 def held_bytes(device: torch.device) -> int:
     """Bytes allocated on `device` right now: the caching allocator's on CUDA, live tensor storages on CPU."""
     if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
+        # As torch.cuda.memory_allocated, which flattens and sorts every counter there is: 0.2 ms in each step.
+        counters = torch.cuda.memory_stats_as_nested_dict(device)
+        return int(counters["allocated_bytes"]["all"]["current"]) if counters else 0
     from fxhome.runtime.meter import live_storage_bytes
 
     return live_storage_bytes(granule_bytes=1)

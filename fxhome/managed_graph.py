@@ -240,7 +240,7 @@ class ManagedGraph:
 
     def _resident_bytes(self, args: Sequence[Any]) -> int:
         if self.device.type == "cuda":
-            return torch.cuda.memory_allocated(self.device)
+            return ledger.held_bytes(self.device)
         self._entries += 1
         if self._entries <= CPU_SCAN_FIRST or self._entries % CPU_SCAN_EVERY == 0:
             self._entry_bytes = ledger.held_bytes(self.device)

@@ -4,14 +4,13 @@
     waiting    scattered by prediction, or seen to be: for a step that can be recorded
     recording  one step, with a marker at each hook; several where each adds to the gradients of the one before;
                what was only seen to be scattered must be so in the recording as well, else: watching
-    steering   packed: plugs before each statement, given back behind it, as long as steps start alike
+    steering   packed: plugs before statements, held as long as nobody needs their place, while steps start alike
     off        left to the allocator
 
 The calls with hooks are made and run only from recording on: all other steps run what Inductor made.
 Nothing but the places of blocks changes: a plug is never written to. A step that is not what was recorded (an address
 that is not the planned one, an exception, a forward without its backward) is left alone from there on. What the
-allocator's counters call allocated holds the plugs as well, for as long as the host needs to issue one statement: there
-are never more of them than the budget has room for.
+allocator's counters call allocated holds the plugs as well: there are never more of them than the budget has room for.
 """
 
 from __future__ import annotations
@@ -130,7 +129,7 @@ class PlacedBlocks:
         self._seen: str | None = None
         self._phase = _Phase.IDLE
         self._table: list[Plugs | None] | None = None
-        self._held: list[int] = []
+        self._held: set[int] = set()
         self._marks: list[int | None] | None = None
         self._begins: list[int] = []
         self._part = 0
@@ -165,10 +164,9 @@ class PlacedBlocks:
 
     def at(self, hook: int) -> None:
         """Before a statement that may allocate."""
-        if self._held:
-            self._give_back()
-        if self._table is not None:
-            plugs = self._table[hook]
+        table = self._table
+        if table is not None:
+            plugs = table[hook]
             if plugs is not None:
                 self._plug(plugs)
         elif self._marks is not None:
@@ -218,19 +216,24 @@ class PlacedBlocks:
         self._phase = following
 
     def _plug(self, plugs: Plugs) -> None:
-        held, take = self._held, self.allocator.take
+        held, give, take = self._held, self.allocator.give, self.allocator.take
+        for address in plugs.gives:
+            held.remove(address)
+            give(address)
         try:
             for size_bytes, address in plugs.takes:
                 got = take(size_bytes)
-                held.append(got)
+                held.add(got)
                 if got != address:
                     self._disturb()
                     return
         except torch.OutOfMemoryError:
             self._disturb()
             return
-        for i in sorted(plugs.stand_ins, reverse=True):
-            self.allocator.give(held.pop(i))
+        for i in plugs.stand_ins:
+            address = plugs.takes[i][1]
+            held.remove(address)
+            give(address)
 
     def _give_back(self) -> None:
         while self._held:

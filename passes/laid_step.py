@@ -26,13 +26,15 @@ class Statement:
 
 @dataclass(frozen=True)
 class Plugs:
-    """Raw allocations before a statement, in order, with the addresses that they must get.
+    """What becomes of raw allocations before a statement, in this order.
 
-    takes: (size in bytes, address). stand_ins: which of them are given back before the statement runs, for it takes
-    their place; the others go back behind it.
+    gives: addresses of those that are held and go back. takes: (size in bytes, address that it must get) of new ones.
+    stand_ins: which of the new ones are given back at once, for the statement takes their place; the others are held
+    until they are given back before a later statement, or until the call that runs the statements ends.
     """
 
-    takes: tuple[tuple[int, int], ...]
+    gives: tuple[int, ...] = ()
+    takes: tuple[tuple[int, int], ...] = ()
     stand_ins: frozenset[int] = frozenset()
 
 

@@ -6,10 +6,11 @@ a place inside of hole B         ->   a spacer at its low end besides
 
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.best_fit import GRANULE_BYTES, Heap
-from fxhome.passes.laid_step import Event, Plugs
+from fxhome.passes.laid_step import Event
 
 
 def is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
@@ -19,40 +20,55 @@ def is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
     return False
 
 
-def plug_key(i: int) -> tuple[str, int]:
-    return ("plug", i)
+Plug = tuple[str, int]
+"""The key of a block in a heap that is a plug: its number among those that were held at once or are."""
 
 
-def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, during_bytes: int) -> Plugs:
-    """What to take so that each allocation goes to its place, as far as that can be done; the plugs are left taken.
+@dataclass(frozen=True)
+class Plugged:
+    """What was taken for a statement, under which keys, and whether every allocation would go to its place now.
 
-    before_bytes, during_bytes: what may be taken in all before the statement, and held while it runs.
+    takes: (key, size in bytes, address), in order. stand_ins: those that are given back already.
     """
-    takes: list[tuple[int, int]] = []
+
+    takes: tuple[tuple[Plug, int, int], ...]
+    stand_ins: frozenset[int]
+    is_clear: bool
+
+
+def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, during_bytes: int, first: int) -> Plugged:
+    """Take what sends each allocation to its place, as far as that can be done; all but stand-ins are left taken.
+
+    before_bytes, during_bytes: what may be taken in all before the statement, and held while it runs. first: the number
+    of the first plug.
+    """
+    takes: list[tuple[Plug, int, int]] = []
     stand_ins: list[int] = []
 
     def take(size_bytes: int, is_stand_in: bool = False) -> bool:
-        taken_bytes = sum(size for size, _ in takes)
-        held_bytes = taken_bytes - sum(takes[i][0] for i in stand_ins)
+        taken_bytes = sum(size for _, size, _ in takes)
+        held_bytes = taken_bytes - sum(takes[i][1] for i in stand_ins)
         if taken_bytes + size_bytes > before_bytes or (not is_stand_in and held_bytes + size_bytes > during_bytes):
             return False
-        address = heap.take(plug_key(len(takes)), size_bytes)
+        key = ("plug", first + len(takes))
+        address = heap.take(key, size_bytes)
         if address is None:
             return False
-        takes.append((size_bytes, address))
+        takes.append((key, size_bytes, address))
         return True
 
+    is_clear = True
     for k, (event, target) in enumerate(made):
         before = len(takes)
         if not _clear(heap, event.size_bytes, target, take):
-            for i in reversed(range(before, len(takes))):
-                heap.give(plug_key(i))
-            del takes[before:]
+            is_clear = False
+            while len(takes) > before:
+                heap.give(takes.pop()[0])
         if k + 1 < len(made) and take(event.size_bytes, True):
             stand_ins.append(len(takes) - 1)
     for i in stand_ins:
-        heap.give(plug_key(i))
-    return Plugs(tuple(takes), frozenset(stand_ins))
+        heap.give(takes[i][0])
+    return Plugged(tuple(takes), frozenset(stand_ins), is_clear)
 
 
 def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]) -> bool:
@@ -64,15 +80,16 @@ def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]
         start, size = hole
         if start == target:
             return True
-        wanted = _least_plug(heap, size, size_bytes)
+        wanted = size
+        least = _least_plug(heap, size, size_bytes)
         if start < target and target + size_bytes <= start + size:
             spacer = target - start
             if spacer <= SMALL_BYTES:
                 return False
             lies = heap.best(spacer)
             assert lies is not None, "the hole itself has room"
-            wanted = spacer if lies[0] == start else _least_plug(heap, lies[1], spacer)
-        if not take(wanted):
+            wanted, least = (spacer, spacer) if lies[0] == start else (lies[1], _least_plug(heap, lies[1], spacer))
+        if not take(wanted) and not take(least):
             return False
     return False
 

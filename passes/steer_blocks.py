@@ -5,15 +5,15 @@
 Where a block cannot be sent to its place, the rest is packed again around the place that it gets.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.best_fit import GRANULE_BYTES, Heap
-from fxhome.passes.laid_step import Laid, NoRoomError, Plugs, Statement, in_use
+from fxhome.passes.laid_step import Event, Laid, NoRoomError, Plugs, Statement, in_use
 from fxhome.passes.pack_blocks import Fixed, Packing, gaps, pack
-from fxhome.passes.plug_holes import is_reachable, plug, plug_key
+from fxhome.passes.plug_holes import Plug, Plugged, is_reachable, plug
 from fxhome.passes.ranges import Ranges
 from fxhome.passes.step_lives import StepLives
 
@@ -36,6 +36,9 @@ class _Steering:
         self.heap = Heap(ranges, lives.used)
         self.targets = dict(zip(lives.blocks, packing.addresses, strict=True))
         self.plugs: dict[int, Plugs] = {}
+        self.held: dict[Plug, tuple[int, int]] = {}
+        """Plugs that are taken, with their addresses and sizes in bytes."""
+        self.taken = 0
 
     def run(self) -> Laid:
         """Steer each block to its place."""
@@ -43,7 +46,7 @@ class _Steering:
         again = 0
         number = 0
         for statement, bytes_in_use in zip(lives.step, in_use(lives.step, lives.used), strict=True):
-            taken = self._plugged(statement, number, *bytes_in_use)
+            self._plug(statement, number, *bytes_in_use)
             deviating: list[int] = []
             for event in statement.events:
                 number += 1
@@ -56,40 +59,85 @@ class _Steering:
                 if address != self.targets[event.block]:
                     self.targets[event.block] = address
                     deviating.append(event.block)
-            if taken is not None:
-                for i in range(len(taken.takes)):
-                    if i not in taken.stand_ins:
-                        heap.give(plug_key(i))
             if deviating and again < MAX_AGAIN:
                 again += self._pack_rest(number, deviating)
+        self._give_back(list(self.held))
         life_of = lives.life_of
         end = {key: place for key, place in heap.used.items() if not isinstance(key, int) or key not in life_of}
         names = {after: before for before, after in lives.carried.items()}
         end |= {names.get(key, key): heap.used[key] for key in life_of if key in heap.used}
         return Laid(self.ranges, self.plugs, {block: self.targets[block] for block in lives.blocks}, end)
 
-    def _plugged(self, statement: Statement, number: int, before_bytes: int, peak_bytes: int) -> Plugs | None:
-        """What is taken for a statement whose first event has that number, where a hook stands before it; the bytes
-        are what is in use by then, and at its worst moment.
+    def _plug(self, statement: Statement, number: int, before_bytes: int, peak_bytes: int) -> None:
+        """Before a statement whose first event has that number; the bytes are what is in use by then, and at its worst
+        moment.
+
+        What is held stays held as long as it is in nobody's way: the holes that must not be taken now are those that
+        must not be taken next.
         """
+        if statement.hook is None:
+            self._give_back(list(self.held))  # the call before it has ended
+            return
         made = [event for event in statement.events if event.size_bytes]
-        if not made or statement.hook is None:
-            return None
+        if not made:
+            return
+        given = self._give_back(self._too_many(peak_bytes))
         if len(made) == 1:
             self._let_be(made[0].block)
+        given += self._give_back(self._in_the_way(made))
+        if not all(self._is_reachable(event) for event in made):
+            given += self._give_back(list(self.held))
         for event in made:
-            if not is_reachable(self.heap, self.targets[event.block], event.size_bytes):
+            if not self._is_reachable(event):
                 self._place_elsewhere(event.block, number)
-        most = self.lives.most_bytes
-        taken = plug(
-            self.heap,
-            [(event, self.targets[event.block]) for event in made],
-            most - before_bytes,
-            most - peak_bytes,
-        )
-        if taken.takes:
-            self.plugs[statement.hook] = taken
-        return taken
+        plugged = self._sent(made, before_bytes, peak_bytes)
+        if not plugged.is_clear and self.held:
+            for i in reversed(range(len(plugged.takes))):
+                if i not in plugged.stand_ins:
+                    self.heap.give(plugged.takes[i][0])
+            given += self._give_back(list(self.held))
+            plugged = self._sent(made, before_bytes, peak_bytes)
+        self.held |= {key: (a, size) for i, (key, size, a) in enumerate(plugged.takes) if i not in plugged.stand_ins}
+        self.taken += len(plugged.takes)
+        if given or plugged.takes:
+            takes = tuple((size, address) for _, size, address in plugged.takes)
+            self.plugs[statement.hook] = Plugs(tuple(given), takes, plugged.stand_ins)
+
+    def _sent(self, made: Sequence[Event], before_bytes: int, peak_bytes: int) -> Plugged:
+        room_bytes = self.lives.most_bytes - sum(size for _, size in self.held.values())
+        aims = [(event, self.targets[event.block]) for event in made]
+        return plug(self.heap, aims, room_bytes - before_bytes, room_bytes - peak_bytes, self.taken)
+
+    def _is_reachable(self, event: Event) -> bool:
+        return is_reachable(self.heap, self.targets[event.block], event.size_bytes)
+
+    def _give_back(self, keys: Iterable[Plug]) -> list[int]:
+        """Give plugs back; their addresses."""
+        given = []
+        for key in keys:
+            self.heap.give(key)
+            given.append(self.held.pop(key)[0])
+        return given
+
+    def _too_many(self, peak_bytes: int) -> list[Plug]:
+        """Plugs for which there is no room beside that, the largest ones."""
+        over_bytes = peak_bytes + sum(size for _, size in self.held.values()) - self.lives.most_bytes
+        found = []
+        for key in sorted(self.held, key=lambda key: self.held[key][1], reverse=True):
+            if over_bytes <= 0:
+                break
+            over_bytes -= self.held[key][1]
+            found.append(key)
+        return found
+
+    def _in_the_way(self, made: Iterable[Event]) -> list[Plug]:
+        """Plugs that lie where something is to go."""
+        aims = [(self.targets[event.block], self.targets[event.block] + event.size_bytes) for event in made]
+        return [
+            key
+            for key, (address, size) in self.held.items()
+            if any(address < end and start < address + size for start, end in aims)
+        ]
 
     def _let_be(self, block: int) -> None:
         """Where it would go by itself, where nobody else is to lie meanwhile: that takes no plug."""

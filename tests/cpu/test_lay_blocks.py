@@ -22,17 +22,21 @@ BASE = 3 * PAGE
 def steered(step: Sequence[Statement], model: ModelAllocator, laid: Laid) -> None:
     """Run a step on the model with the plugs of a plan, and hold each address to the plan's."""
     places: dict[int, int] = {}
-    held: list[int] = []
+    held: set[int] = set()
     for statement in step:
-        while held:
-            model.give(held.pop())
-        plugs = laid.plugs.get(statement.hook, Plugs(())) if statement.hook is not None else Plugs(())
+        if statement.hook is None:
+            while held:
+                model.give(held.pop())
+        plugs = laid.plugs.get(statement.hook, Plugs()) if statement.hook is not None else Plugs()
+        for address in plugs.gives:
+            held.remove(address)
+            model.give(address)
         for size, address in plugs.takes:
-            got = model.take(size)
-            assert got == address
-            held.append(got)
-        for i in sorted(plugs.stand_ins, reverse=True):
-            model.give(held.pop(i))
+            assert model.take(size) == address
+            held.add(address)
+        for i in plugs.stand_ins:
+            held.remove(plugs.takes[i][1])
+            model.give(plugs.takes[i][1])
         for event in statement.events:
             if event.size_bytes:
                 places[event.block] = model.take(event.size_bytes)
@@ -188,3 +192,22 @@ def test_random_steps_are_steered_as_planned_and_map_nothing(seed: int) -> None:
         assert model.reserved == reserved
         assert len(model.used) == 1
     assert model.most_allocated == most
+
+
+def test_a_plug_is_held_until_its_place_is_needed() -> None:
+    """Three tenants go past the large hole: one plug for all of them, given back for what takes the hole."""
+    model = with_weights()
+    laid = established(one_each("1+100 2+20 1- 3+30 4+40 5+50 6+100 6- 5- 4- 3- 2-"), model)
+    assert [(hook, len(plugs.gives), len(plugs.takes)) for hook, plugs in laid.plugs.items()] == [(2, 0, 1), (5, 1, 0)]
+
+
+def test_the_end_of_a_call_gives_back_what_is_held() -> None:
+    """Nothing can be given back between two calls, and what happens there finds the holes as they are."""
+    model = with_weights()
+    events = [s.events for s in one_each("1+100 2+20 1- 3+30 4+90 5+50 5- 4- 3- 2-")]
+    step = [Statement(hook, some) for hook, some in zip((0, 1, 2, None, 3), events, strict=True)]
+    laid = established(step, model)
+    reserved = model.reserved
+    steered(step, model, laid)
+    assert len(laid.plugs[2].takes) == 1
+    assert model.reserved == reserved
