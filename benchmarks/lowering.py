@@ -33,7 +33,7 @@ from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.options import Options
-from fxhome.passes import cost_model, graph_model, inductor_check, pipeline
+from fxhome.passes import cost_model, graph_model, inductor_check, pipeline, transfer_order
 from fxhome.passes.planned import Planned
 from fxhome.passes.situation import Situation
 
@@ -223,7 +223,7 @@ class Recorder:
         inductor_check.ScheduleCheck.__call__ = remember_nodes
 
     def _item(self, node: Any, graph: Any) -> list[Item]:
-        operator = inductor_check.transfer_of(node)
+        operator = transfer_order.transfer_of(node)
         if operator is None:
             if all(type(inner.node).__name__ == "MultiOutput" for inner in node.get_nodes()):
                 return []

@@ -22,7 +22,7 @@ from fxhome import ledger
 from fxhome.device import DeviceProfile, cached_profile
 from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
-from fxhome.managed_graph import ManagedGraph, Variant
+from fxhome.managed_graph import ManagedGraph
 from fxhome.options import Options
 from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import plan_graph
@@ -31,6 +31,7 @@ from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import forgive_specialisation, has_uncompiled_callers
 from fxhome.placement import Plan, load_plans
 from fxhome.runtime.host_pool import host_pool
+from fxhome.variant import Variant
 
 log = logging.getLogger("fxhome")
 

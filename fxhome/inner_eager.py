@@ -10,10 +10,11 @@ import torch
 from torch.fx.graph_module import GraphModule
 
 from fxhome.host_timer import BACKWARD, FORWARD, CudaDevice, HostTimer
-from fxhome.managed_graph import ManagedGraph, Variant
+from fxhome.managed_graph import ManagedGraph
 from fxhome.passes.planned import Planned
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import boxed_callable, donate_nothing
+from fxhome.variant import Variant
 
 
 def compile_eager(

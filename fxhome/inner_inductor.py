@@ -39,7 +39,6 @@ from fxhome.inductor_graphs import (
     reserved_limit,
     resident_peak,
 )
-from fxhome.managed_graph import Variant
 from fxhome.passes.inductor_check import (
     LayoutError,
     MeasuredError,
@@ -52,6 +51,7 @@ from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation, with_lowering
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
+from fxhome.variant import Variant
 
 log = logging.getLogger("fxhome")
 

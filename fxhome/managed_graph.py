@@ -17,27 +17,22 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.fx.graph_module import GraphModule
-from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
-from fxhome.device import keep_timed_graph
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
-from fxhome.host_timer import HostTimer
 from fxhome.options import Options
-from fxhome.passes.planned import Planned
 from fxhome.passes.situation import Situation
-from fxhome.passes.torch_compat import compile_lock, frugal_benchmarks, is_inside_backward
-from fxhome.placed_blocks import PlacedBlocks
+from fxhome.passes.torch_compat import compile_lock, is_inside_backward
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
-from fxhome.runtime.meter import StorageMeter
+from fxhome.session import Session, compiled_node, open_session
 from fxhome.units import format_bytes
+from fxhome.variant import Variant
 
 log = logging.getLogger("fxhome")
 
@@ -49,90 +44,6 @@ _planning = threading.RLock()
 CPU_SCAN_EVERY = 16
 RESIDENT_ROUNDING_BYTES = 1 << 20
 CPU_SCAN_FIRST = 6
-
-SPARED_BYTES = 8 << 20
-"""Of what a plan stays below its budget, this much is not taken for plugs: small blocks vary from step to step."""
-
-
-@dataclass(eq=False)
-class Variant:
-    """One compiled plan. `planned` is None for a graph without a backward. `blocks` lays its blocks where they are
-    scattered; `timer` times the host in its first steps where there is one beside the device.
-    """
-
-    call: Callable[..., Any]
-    situation: Situation
-    planned: Planned | None
-    plan: Plan | None
-    metered: bool = False
-    blocks: PlacedBlocks | None = None
-    timer: HostTimer | None = None
-
-    def __post_init__(self) -> None:
-        # Weakly: the compiled graphs hold the blocks and the timer, and the variant the graphs.
-        variant = weakref.ref(self)
-        if self.timer is not None:
-            self.timer.is_settled = lambda: (own := variant()) is not None and own.metered
-            if (blocks := self.blocks) is not None:
-                self.timer.is_recorded = lambda: blocks.is_recording
-        if self.blocks is not None:
-            self.blocks.is_settled = lambda: (own := variant()) is not None and own.metered
-            self.blocks.spare_bytes = lambda: _spare_bytes(variant())
-            self.blocks.tell = lambda text: _add_note(variant(), text)
-
-    def fits(self, resident_bytes: int) -> bool:
-        """Whether the promise still holds when this much is resident at the entry of the forward."""
-        if self.plan is None:
-            return True
-        grown = resident_bytes - self.plan.resident_bytes
-        return (
-            grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
-        )
-
-
-def _spare_bytes(variant: Variant | None) -> int:
-    """How far below its budget a plan stays."""
-    plan = variant.plan if variant is not None else None
-    if plan is None:
-        return 0
-    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0)
-    return max(0, plan.budget_bytes - peak_bytes - SPARED_BYTES)
-
-
-def _add_note(variant: Variant | None, text: str) -> None:
-    if variant is not None and variant.plan is not None:
-        variant.plan = replace(variant.plan, notes=(*variant.plan.notes, text))
-
-
-class Session:
-    """One forward and its backward: what was seen at their four ends."""
-
-    def __init__(self, variant: Variant, entry_bytes: int, meter: StorageMeter | None, metered: bool) -> None:
-        self.variant = variant
-        self.entry_bytes = entry_bytes
-        self.meter = meter
-        self.metered = metered
-        self.peak_bytes = 0
-        self.forward_peak_bytes = 0
-        self.reserved_bytes: int | None = None
-        self.backward_entry_bytes: int | None = None
-        self.forward_seconds = 0.0
-        self.backward_started = 0.0
-        self.done = False
-        self.benchmarks = ExitStack()
-
-    def with_frugal_benchmarks(self) -> ExitStack:
-        """In the metered step of generated kernels: trying them out must not take memory that no plan knows of."""
-        plan, planned = self.variant.plan, self.variant.planned
-        if self.metered and plan is not None and planned is not None and plan.inner == "inductor":
-            is_cuda = planned.facts.planned_for == "cuda"
-            self.benchmarks.enter_context(frugal_benchmarks(plan.predicted_peak_bytes if is_cuda else None))
-        return self.benchmarks
-
-    def metering(self) -> AbstractContextManager[object]:
-        """Around the execution of one graph."""
-        return self.meter if self.meter is not None and not self.done else nullcontext()
-
 
 Compile = Callable[["ManagedGraph", Situation], Variant]
 
@@ -294,41 +205,15 @@ class ManagedGraph:
         if not is_inside_backward():
             ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
-        meter = None
-        if metered:
-            log.info("fxhome: this step is metered (peak memory counters are reset)")
-            if self.device.type == "cuda":
-                torch.cuda.reset_peak_memory_stats(self.device)
-            elif variant.plan is not None and variant.plan.inner == "aot_eager":
-                # Garbage that dies in the middle of the step would be counted at its start.
-                gc.collect()
-                meter = StorageMeter(granule_bytes=1)
-                meter.track_resident()
-                resident = meter.current_bytes
-            if variant.plan is not None and variant.plan.inner == "aot_eager":
-                self._rebase(variant, resident)
-        return Session(variant, resident, meter, metered)
-
-    def _rebase(self, variant: Variant, resident: int) -> None:
-        """Start the prediction from what is resident now: tracing itself holds a little that is gone by now."""
-        assert variant.plan is not None
-        gone = variant.plan.resident_bytes - resident
-        if gone > 0:
-            variant.plan = replace(
-                variant.plan,
-                resident_bytes=resident,
-                predicted_peak_bytes=variant.plan.predicted_peak_bytes - gone,
-                baseline_peak_bytes=variant.plan.baseline_peak_bytes - gone,
-            )
+        return open_session(variant, resident, self.device, metered=metered)
 
     def _close_forward(self, session: Session, outputs: Any) -> None:
         if session.variant.plan is None:
             return
-        node = _compiled_node(outputs)
+        node = compiled_node(outputs)
         if node is None:
             return
-        if session.metered and self.device.type == "cuda":
-            session.forward_peak_bytes = torch.cuda.max_memory_allocated(self.device)
+        session.note_forward_end(self.device)
         self._pending.append((weakref.ref(node), session))
         graph = weakref.ref(self)
 
@@ -346,14 +231,7 @@ class ManagedGraph:
 
     def _enter_backward(self, session: Session) -> None:
         self.current = session
-        session.with_frugal_benchmarks()
-        session.backward_started = time.perf_counter()
-        if session.metered and not session.done:
-            if self.device.type == "cuda":
-                session.backward_entry_bytes = torch.cuda.memory_allocated(self.device)
-            elif session.meter is not None:
-                session.meter.track_resident()
-                session.backward_entry_bytes = session.meter.current_bytes
+        session.note_backward_entry(self.device)
 
     def _leave_backward(self, session: Session) -> None:
         self.current = None
@@ -367,37 +245,16 @@ class ManagedGraph:
         if not session.metered:
             if variant.plan.measured_step_seconds is None and self.device.type == "cpu":
                 variant.plan = replace(variant.plan, measured_step_seconds=seconds)
-            self._time_host(variant)
+            variant.tell_host_time(self.device)
             return
         variant.metered = True
-        if self.device.type == "cuda":
-            session.peak_bytes = max(session.forward_peak_bytes, torch.cuda.max_memory_allocated(self.device))
-            session.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
-        elif session.meter is not None:
-            session.peak_bytes = session.meter.peak_bytes
-        else:
+        if not session.note_backward_end(self.device):
             return
         left_room = self._leaves_room
         self._learn(session)
         if not ledger.note_backward_done(self) and left_room and not self.was_joined:
             # No other graph came after it in this step: it has the budget for itself.
             self.join(0)
-
-    def _time_host(self, variant: Variant) -> None:
-        """Where the host was timed often enough, predict the plan's step by that, and keep it for plans to come."""
-        measured_us = variant.timer.finish() if variant.timer is not None else None
-        if measured_us is None:
-            return
-        assert variant.plan is not None
-        assert variant.planned is not None
-        assert variant.planned.hosted is not None, "what is not there is not timed"
-        told = variant.planned.hosted.told(variant.plan, measured_us)
-        if told is None:
-            log.debug("the host could not be timed in real steps: %s us in the forward and the backward", measured_us)
-            return
-        variant.plan, timed = told
-        log.debug("host in real steps: %s us in the forward and the backward, %s", measured_us, timed)
-        keep_timed_graph(self.device, variant.plan.inner, timed)
 
     @property
     def shares_budget(self) -> bool:
@@ -484,16 +341,3 @@ class ManagedGraph:
         self._outside_bytes = max(self._outside_bytes, outside)
         self._error_bound_bytes += max(0, over - outside)
         self._replan = True
-
-
-def _compiled_node(outputs: Any, depth: int = 3) -> Any:
-    """The autograd node of the compiled graph behind `outputs`, or None (no gradient wanted)."""
-    level = [
-        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
-    ]
-    for _ in range(depth):
-        for node in level:
-            if type(node).__name__ == "CompiledFunctionBackward":
-                return node
-        level = [parent for node in level for parent, _ in node.next_functions if parent is not None]
-    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -10,6 +11,10 @@ from hypothesis import settings
 # No test is judged by its time: a slow machine must not turn a property into a failure.
 settings.register_profile("fxhome", deadline=None, derandomize=True, database=None)
 settings.load_profile("fxhome")
+
+# Inductor's C++ without vector instructions: the same kernels and buffers for half of the compiler's time, and nothing
+# to try out on this machine first. Read when Inductor is imported, by the processes that tests start, too.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 
 
 @pytest.fixture(autouse=True)

@@ -149,8 +149,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 }
 
 
-@pytest.fixture(params=MODELS)
+@pytest.fixture(scope="module", params=MODELS)
 def case(request: pytest.FixtureRequest) -> tuple[GraphModule, int]:
+    """Traced once for all tests: they rewrite copies."""
     build, shape = MODELS[request.param]
     torch.manual_seed(0)
     return joint_of(build(), torch.randn(shape))
@@ -275,11 +276,11 @@ def test_graphs_without_decompositions_are_converted_as_well(name: str) -> None:
     assert_same_results(module, after)
 
 
-@pytest.mark.parametrize("name", ["unet", "resnet", "vgg"])
-def test_no_more_is_saved_than_before(name: str) -> None:
-    build, shape = MODELS[name]
+@pytest.mark.parametrize("case", ["unet", "resnet", "vgg"], indirect=True)
+def test_no_more_is_saved_than_before(case: tuple[GraphModule, int], request: pytest.FixtureRequest) -> None:
+    build, shape = MODELS[request.node.callspec.params["case"]]
     model = build()
-    module, outputs = joint_of(model, torch.randn(shape))
+    module, outputs = case
     images = 4 * torch.Size(shape).numel()  # the one copy that nothing pointwise makes: of the batch itself
     weights = 4 * sum(parameter.numel() for parameter in model.parameters() if parameter.ndim == 4)
     assert saved_bytes(converted(module), outputs) <= saved_bytes(module, outputs) + images + weights
@@ -315,7 +316,7 @@ def test_a_graph_without_convolutions_is_left_alone(layouts: Layouts) -> None:
 
 @pytest.mark.parametrize("layouts", [Layouts.TRACED, Layouts.EXPLICIT])
 def test_what_runs_as_traced_is_left_alone(case: tuple[GraphModule, int], layouts: Layouts) -> None:
-    module, _ = case
+    module = copy_joint(case[0])
     before = str(module.graph)
     values = [node.meta.get("val") for node in module.graph.nodes]
     to_channels_last(module, layouts)

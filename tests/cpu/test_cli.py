@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import textwrap
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -138,6 +140,24 @@ def host_costs(inner: str) -> HostCosts:
     return HostCosts(inner, *[1.0] * (len(dataclasses.fields(HostCosts)) - 2))
 
 
+@pytest.fixture
+def plain_step_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The body of the plain step's child process runs in this one; to start another takes longer than all it does."""
+
+    class Process:
+        exitcode = 0
+
+        def __init__(self, *, target: Callable[..., None], args: tuple[Any, ...]) -> None:
+            self.start = functools.partial(target, *args)
+
+        def join(self) -> None:
+            torch._dynamo.reset()
+
+    context = types.SimpleNamespace(Process=Process)
+    monkeypatch.setattr(cli_run, "multiprocessing", types.SimpleNamespace(get_context=lambda _: context))
+    monkeypatch.setattr(cli_run, "_be_first_victim", lambda: None)
+
+
 def raiser(error: BaseException) -> Callable[..., Any]:
     def fail(*args: Any, **options: Any) -> Any:
         raise error
@@ -166,7 +186,7 @@ def test_run_json_is_alone_on_stdout(spec: str, calls: Calls, capfd: pytest.Capt
     assert call["example_args"][0].shape == (3, 16)
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("plain_step_here")
 def test_run_prints_a_table(spec: str, calls: Calls, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", spec, "--steps", "1", "--progress"]) == 0
 
@@ -177,15 +197,7 @@ def test_run_prints_a_table(spec: str, calls: Calls, capfd: pytest.CaptureFixtur
     assert "training with aot_eager alone" in err
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("factory", "reason"),
-    [
-        ("too_large", "does not fit: tried to allocate 80 GiB"),
-        ("too_large_for_the_host", "does not fit: the system killed it for its memory"),
-    ],
-)
-def test_a_plain_step_that_does_not_fit_is_a_result(tmp_path: Path, spec: str, factory: str, reason: str) -> None:
+def run_plain(spec: str, factory: str, folder: Path) -> tuple[object, str | None]:
     request = cli_run.RunRequest(
         spec=spec.replace(":factory", f":{factory}"),
         batch_size=2,
@@ -194,8 +206,18 @@ def test_a_plain_step_that_does_not_fit_is_a_result(tmp_path: Path, spec: str, f
         options={},
         show_progress=None,
     )
+    return cli_run.plain_in_child(request, "aot_eager", folder)
 
-    assert cli_run.plain_in_child(request, "aot_eager", tmp_path) == (None, reason)
+
+@pytest.mark.usefixtures("plain_step_here")
+def test_a_plain_step_that_does_not_fit_is_a_result(tmp_path: Path, spec: str) -> None:
+    assert run_plain(spec, "too_large", tmp_path) == (None, "does not fit: tried to allocate 80 GiB")
+
+
+@pytest.mark.slow
+def test_a_plain_step_that_the_system_killed_is_a_result(tmp_path: Path, spec: str) -> None:
+    reason = "does not fit: the system killed it for its memory"
+    assert run_plain(spec, "too_large_for_the_host", tmp_path) == (None, reason)
 
 
 def test_run_without_anything_to_train(spec: str, calls: Calls, capsys: pytest.CaptureFixture[str]) -> None:
@@ -203,7 +225,7 @@ def test_run_without_anything_to_train(spec: str, calls: Calls, capsys: pytest.C
     assert "the model has no trainable parameter, so there is nothing to train" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.usefixtures("plain_step_here")
 def test_run_with_a_model_that_fails_by_itself(spec: str, calls: Calls, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run", spec.replace(":factory", ":failing")]) == 2
 

@@ -53,7 +53,7 @@ def hosted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> H
         return dataclasses.replace(cached_profile(device), host=(seen.costs,))
 
     monkeypatch.setattr("fxhome.backend.cached_profile", profile)
-    monkeypatch.setattr("fxhome.managed_graph.keep_timed_graph", lambda *told: seen.kept.append(told))
+    monkeypatch.setattr("fxhome.variant.keep_timed_graph", lambda *told: seen.kept.append(told))
     for module in ("fxhome.inner_eager", "fxhome.inductor_graphs"):
         monkeypatch.setattr(f"{module}.CudaDevice", lambda *_: seen.machine)
         monkeypatch.setattr(f"{module}.HostTimer", functools.partial(HostTimer, clock=seen.machine.clock))

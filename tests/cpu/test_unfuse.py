@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes.inductor_check import _respect_dependencies, _unpackers, fit
+from fxhome.passes.fit_peak import fit
 from fxhome.passes.lowered_buffers import LoweredBuffers
+from fxhome.passes.transfer_order import respect_dependencies, unpackers
 from fxhome.passes.unfuse import come_apart, held_back, independent_parts
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
@@ -29,7 +30,7 @@ class Apart(_Pass):  # type: ignore[misc]
                 break
             split = come_apart(nodes, splittable[0])
             assert split is not None
-            nodes = _respect_dependencies(split, split, _unpackers(split))
+            nodes = respect_dependencies(split, split, unpackers(split))
         self.kernels.append(len(nodes))
         return nodes
 

@@ -29,7 +29,7 @@ LAYERS, WIDTH, BATCH = 24, 64, 64
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_step_that_the_host_binds_is_predicted_by_what_it_takes(inner: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kept: list[tuple[torch.device, str, TimedGraph]] = []
-    monkeypatch.setattr("fxhome.managed_graph.keep_timed_graph", lambda *told: kept.append(told))
+    monkeypatch.setattr("fxhome.variant.keep_timed_graph", lambda *told: kept.append(told))
     torch._dynamo.reset()
     cached_profile("cuda", inner)
     layers = (layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.GELU()))

@@ -1,0 +1,112 @@
+"""One forward and its backward: what is measured at their four ends.
+
+entry of the forward   what is resident; in a metered step, peaks are counted from here on
+its end                the forward's peak
+entry of the backward  what is held between the two
+its end                the step's peak, and how long both took
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+from fxhome.passes.torch_compat import frugal_benchmarks
+from fxhome.runtime.meter import StorageMeter
+from fxhome.variant import Variant
+
+log = logging.getLogger("fxhome")
+
+
+class Session:
+    """What was seen of one step. Bytes on the device of the graph."""
+
+    def __init__(self, variant: Variant, entry_bytes: int, meter: StorageMeter | None, metered: bool) -> None:
+        self.variant = variant
+        self.entry_bytes = entry_bytes
+        self.meter = meter
+        self.metered = metered
+        self.peak_bytes = 0
+        self.forward_peak_bytes = 0
+        self.reserved_bytes: int | None = None
+        self.backward_entry_bytes: int | None = None
+        self.forward_seconds = 0.0
+        self.backward_started = 0.0
+        self.done = False
+        self.benchmarks = ExitStack()
+
+    def with_frugal_benchmarks(self) -> ExitStack:
+        """In the metered step of generated kernels: trying them out must not take memory that no plan knows of."""
+        plan, planned = self.variant.plan, self.variant.planned
+        if self.metered and plan is not None and planned is not None and plan.inner == "inductor":
+            is_cuda = planned.facts.planned_for == "cuda"
+            self.benchmarks.enter_context(frugal_benchmarks(plan.predicted_peak_bytes if is_cuda else None))
+        return self.benchmarks
+
+    def metering(self) -> AbstractContextManager[object]:
+        """Around the execution of one graph."""
+        return self.meter if self.meter is not None and not self.done else nullcontext()
+
+    def note_forward_end(self, device: torch.device) -> None:
+        """Behind the forward, where a backward follows."""
+        if self.metered and device.type == "cuda":
+            self.forward_peak_bytes = torch.cuda.max_memory_allocated(device)
+
+    def note_backward_entry(self, device: torch.device) -> None:
+        """Before the backward."""
+        self.with_frugal_benchmarks()
+        self.backward_started = time.perf_counter()
+        if self.metered and not self.done:
+            if device.type == "cuda":
+                self.backward_entry_bytes = torch.cuda.memory_allocated(device)
+            elif self.meter is not None:
+                self.meter.track_resident()
+                self.backward_entry_bytes = self.meter.current_bytes
+
+    def note_backward_end(self, device: torch.device) -> bool:
+        """Behind the first backward of a metered step; False where nothing meters this device under this compiler."""
+        if device.type == "cuda":
+            self.peak_bytes = max(self.forward_peak_bytes, torch.cuda.max_memory_allocated(device))
+            self.reserved_bytes = torch.cuda.max_memory_reserved(device)
+        elif self.meter is not None:
+            self.peak_bytes = self.meter.peak_bytes
+        else:
+            return False
+        return True
+
+
+def open_session(variant: Variant, resident_bytes: int, device: torch.device, *, metered: bool) -> Session:
+    """The session of a forward that starts now; in a metered step, everything is counted anew."""
+    meter = None
+    if metered:
+        log.info("fxhome: this step is metered (peak memory counters are reset)")
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(device)
+        elif variant.plan is not None and variant.plan.inner == "aot_eager":
+            # Garbage that dies in the middle of the step would be counted at its start.
+            gc.collect()
+            meter = StorageMeter(granule_bytes=1)
+            meter.track_resident()
+            resident_bytes = meter.current_bytes
+        if variant.plan is not None and variant.plan.inner == "aot_eager":
+            variant.rebase(resident_bytes)
+    return Session(variant, resident_bytes, meter, metered)
+
+
+def compiled_node(outputs: Any, depth: int = 3) -> Any:
+    """The autograd node of the compiled graph behind `outputs`, or None (no gradient wanted)."""
+    level = [
+        leaf.grad_fn for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None
+    ]
+    for _ in range(depth):
+        for node in level:
+            if type(node).__name__ == "CompiledFunctionBackward":
+                return node
+        level = [parent for node in level for parent, _ in node.next_functions if parent is not None]
+    return None
