@@ -412,7 +412,9 @@ def plan_graph(
                 f"the inner backend's own partition would rebuild from {', '.join(stale)}, which the step overwrites: "
                 "fxhome's is used although the baseline fits",
             )
-        plan = finish(result, placement, resident + result.peak_bytes, stats, gap, notes)
+        # What is kept free for graphs to come is no need of this one: theirs are planned with what is left.
+        own_bytes = result.peak_bytes - (_spared_bytes(result) if situation.leave_room else 0)
+        plan = finish(result, placement, resident + own_bytes, stats, gap, notes)
         program = plan.program
 
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
@@ -484,6 +486,13 @@ def _saving_least(problem: Problem, assemble: Callable[[int], Problem], room: in
         else:
             most = middle
     return problem
+
+
+def _spared_bytes(result: SimResult) -> int:
+    """How much lower the peak would be without what is kept free between forward and backward."""
+    curve = result.curve.copy()
+    curve[result.forward_length] -= result.arrays.outside_bytes[1]
+    return result.peak_bytes - int(curve.max())
 
 
 def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
