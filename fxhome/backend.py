@@ -98,7 +98,7 @@ def managed(
         situation: Situation,
         static: list[int] | None,
     ) -> Planned:
-        correct_recorded_values(joint)
+        correct_recorded_values(joint, runs_as_traced=inner == "aot_eager")
 
         def plan(off_host: Collection[str]) -> Planned:
             return plan_graph(
