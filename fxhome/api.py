@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome import backend, ledger
 from fxhome.device import DeviceProfile, cached_profile
+from fxhome.eager_frames import watch_frames
 from fxhome.errors import OptionError, UnsupportedGraphError
 from fxhome.offline import plan_offline
 from fxhome.options import Options
@@ -51,6 +52,8 @@ class Optimized(nn.Module):
             graphs.append(graph)
             return graph
 
+        compile_graph.holds_budget = True  # type: ignore[attr-defined]
+        watch_frames()
         self._graphs = graphs
         # Not a submodule: the parameters are the model's, once.
         self.__dict__["_step"] = torch.compile(self.model, backend=compile_graph)
@@ -100,7 +103,7 @@ def optimize(
     ("60%", 0.6) of the peak without fxhome; absent: all the device has free. options: every field of `Options`.
 
     The metered step leaves gradients, buffers and random state as they were. Raises OptionError, InfeasibleBudgetError
-    (with `minimum_bytes`), HostMemoryError, PlanMismatchError, DeviceError.
+    (with `minimum_bytes`), HostMemoryError, PlanMismatchError, DeviceError, UnsupportedGraphError (no graph at all).
     """
     if isinstance(example_args, torch.Tensor) or not isinstance(example_args, tuple | list):
         raise OptionError(
@@ -119,6 +122,11 @@ def optimize(
         del outputs
         if scalars:
             torch.stack(scalars).sum().backward() if len(scalars) > 1 else scalars[0].backward()
+    if not fast._graphs:
+        raise UnsupportedGraphError(
+            f"optimize: torch.compile could make no graph of {type(model).__name__}, so nothing of it is planned; "
+            "torch.compile(model, fullgraph=True) names what breaks the graph: take it out of its loop or of the model"
+        )
     return fast
 
 

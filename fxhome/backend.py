@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
 from fxhome.device import DeviceProfile, cached_profile
+from fxhome.eager_frames import forget_frames, watch_frames
 from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph
@@ -55,6 +56,7 @@ def fxhome(
     mode: str | None = None,
 ) -> Callable[..., Any]:
     """Plan and compile one Dynamo graph. `mode` (for example "reduce-overhead") is accepted and noted, not applied."""
+    watch_frames()
     try:
         parsed = options if isinstance(options, Options) else Options.from_mapping(options or {})
         device = _device_of(example_inputs)
@@ -67,9 +69,12 @@ def fxhome(
 def _reset() -> None:
     """torch._dynamo.reset() calls this: plans end with the graphs they were made for."""
     ledger.forget_all()
+    forget_frames()
 
 
 fxhome.reset = _reset  # type: ignore[attr-defined]
+fxhome.holds_budget = True  # type: ignore[attr-defined]
+watch_frames()
 
 
 def managed(
@@ -96,7 +101,7 @@ def managed(
         situation: Situation,
         static: list[int] | None,
     ) -> Planned:
-        correct_recorded_values(joint)
+        correct_recorded_values(joint, runs_as_traced=inner == "aot_eager")
 
         def plan(off_host: Collection[str]) -> Planned:
             return plan_graph(

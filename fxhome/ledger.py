@@ -9,12 +9,14 @@ from __future__ import annotations
 import logging
 import threading
 import weakref
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from fxhome.device import allocatable_bytes
+from fxhome.joint import Calls, Share, Step, joint_parts
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 
@@ -22,26 +24,9 @@ if TYPE_CHECKING:
     from fxhome.managed_graph import ManagedGraph
 
 
-@dataclass(frozen=True)
-class Share:
-    """What one graph of a step needs, seen in its metered step. Bytes.
-
-    entry: held at its forward's entry. saved: what its plan keeps for the backward. wanted: what the baseline would
-    keep.
-    least: the smallest peak of any plan, above entry. outside: held during its backward by no part of its graph.
-    """
-
-    entry_bytes: int
-    saved_bytes: int
-    wanted_bytes: int
-    least_bytes: int
-    outside_bytes: int
-    budget_bytes: int
-
-
 _lock = threading.RLock()
 _graphs: list[weakref.ref[ManagedGraph]] = []
-_chains: list[list[weakref.ref[ManagedGraph]]] = []
+_steps: dict[torch.device, Step] = {}
 log = logging.getLogger("fxhome")
 
 
@@ -71,71 +56,71 @@ def pending_before(graph: ManagedGraph) -> list[ManagedGraph]:
 
 
 def note_forward(graph: ManagedGraph) -> None:
-    """Tell that `graph` starts a forward: it belongs to one step with the graphs that are pending before it."""
-    ahead = pending_before(graph)
-    if not ahead:
-        return
+    """Tell that `graph` starts a forward: it belongs to one step with the forwards that are pending before it."""
     with _lock:
-        for chain in _chains:
-            members = [member() for member in chain]
-            if members[0] is ahead[0]:
-                if graph not in members:
-                    chain.append(weakref.ref(graph))
-                return
-        _chains.append([weakref.ref(other) for other in [*ahead, graph]])
+        if not graph.is_pending and not pending_before(graph):
+            _steps[graph.device] = Step()
+        if (step := _steps.get(graph.device)) is not None:
+            step.note(weakref.ref(graph))
 
 
 def note_backward_done(graph: ManagedGraph) -> bool:
     """Tell that a metered backward of `graph` is over; the last one of a step plans all its graphs jointly, once.
 
-    Returns whether other graphs took part in this step.
+    Returns whether other forwards, of other graphs or of this one, took part in this step.
     """
     with _lock:
-        is_one_of_several = any(member() is graph for chain in _chains for member in chain)
-        for chain in list(_chains):
-            members = [member() for member in chain]
-            if members[0] is not graph:
-                continue
-            _chains.remove(chain)
-            alive = [member for member in members if member is not None]
-            if any(member.was_joined or not member.shares_budget for member in alive):
-                continue
-            shares = [member.share for member in alive]
-            if len(alive) > 1 and all(share is not None for share in shares):
-                log.warning("fxhome: %d graphs share one step and one budget: planning them jointly", len(alive))
-                for member, between in zip(alive, joint_between([s for s in shares if s is not None]), strict=True):
-                    member.join(between)
-        return is_one_of_several
+        step = _steps.get(graph.device)
+        if step is None or step.num_forwards < 2:
+            return False
+        members = [reference() for reference in step.graphs]  # type: ignore[operator]
+        if members[0] is graph:
+            del _steps[graph.device]
+            joint = Joint(step.graphs, step.calls())
+            if all(member is not None and member.shares_budget and not member.was_joined for member in members):
+                log.warning(
+                    "fxhome: %d forwards of %d graphs share one step and one budget: planning them jointly",
+                    step.num_forwards,
+                    len(members),
+                )
+                joint.plan(None)
+        return graph in members
 
 
-def joint_between(shares: list[Share]) -> list[int]:
-    """Bytes to keep free between each graph's forward and its backward, in the order of the forwards.
+class Joint:
+    """The graphs of one step, planned jointly from what their metered steps showed."""
 
-    What all graphs may save together is the budget less what was held before the step and less the largest least need
-    of any
-    of them; each gets a part of it in proportion to what it would keep if it could.
-    """
-    budget, held = shares[0].budget_bytes, shares[0].entry_bytes
-    largest_need = max(share.least_bytes + share.outside_bytes for share in shares)
-    room = max(0, budget - held - largest_need)
-    wanted = sum(share.wanted_bytes for share in shares[:-1])
-    between = []
-    before = 0
-    for i, share in enumerate(shares):
-        if i == len(shares) - 1 or not wanted:
-            between.append(0)
-            continue
-        may_save = min(share.wanted_bytes, room * share.wanted_bytes // wanted)
-        between.append(max(0, budget - held - before - may_save))
-        before += may_save
-    return between
+    def __init__(self, graphs: Sequence[Any], calls: Sequence[Calls]) -> None:
+        self._graphs = graphs
+        self._calls = calls
+        self._shares: list[Share] = []
+
+    def plan(self, held_bytes: int | None) -> bool:
+        """Give each graph its part, where `held_bytes` are held before the step; None: as it was seen.
+
+        Returns whether there was something to share: every graph must still be there.
+        """
+        members = [graph() for graph in self._graphs]
+        shares = self._shares or [member.share for member in members if member is not None]
+        if len(shares) < len(members) or any(share is None for share in shares):
+            return False
+        self._shares = shares
+        parts = joint_parts(shares, self._calls, shares[0].entry_bytes if held_bytes is None else held_bytes)
+        for member, part in zip(members, parts, strict=True):
+            if member is not None:
+                member.join(part, self)
+        return True
+
+    def begins_with(self, graph: ManagedGraph) -> bool:
+        """Whether the step's first forward is one of `graph`."""
+        return self._graphs[0]() is graph
 
 
 def forget_all() -> None:
     """Drop every graph; called by torch._dynamo.reset()."""
     with _lock:
         _graphs.clear()
-        _chains.clear()
+        _steps.clear()
 
 
 def held_bytes(device: torch.device) -> int:

@@ -25,6 +25,7 @@ from torch.fx.graph_module import GraphModule
 
 from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
+from fxhome.joint import Part, Share
 from fxhome.options import Options
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import compile_lock, is_inside_backward
@@ -67,7 +68,8 @@ class ManagedGraph:
         self._entries = 0
         self._entry_bytes = 0
         self._outside_bytes = 0
-        self._between_bytes = 0
+        self._part: Part | None = None
+        self._joint: ledger.Joint | None = None
         self._error_bound_bytes = 0
         self._settled_bytes: int | None = None
         self._first_resident = 0
@@ -101,12 +103,15 @@ class ManagedGraph:
         if self.device.type == "cuda":
             # Rounded, so that a second process makes the same plan and finds it in the caches.
             resident_bytes = -(-resident_bytes // RESIDENT_ROUNDING_BYTES) * RESIDENT_ROUNDING_BYTES
+        # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
+        resident_bytes = max(resident_bytes, self._first_resident + self.options.reserve)
+        part = self._part or Part()
+        resident_bytes = max(resident_bytes, part.entry_bytes)
         return Situation(
             leave_room=self._leaves_room,
-            # What is reserved for later is counted from the first plan on; once it has appeared it is simply resident.
-            resident_bytes=max(resident_bytes, self._first_resident + self.options.reserve),
-            outside_bytes=self._outside_bytes,
-            between_bytes=self._between_bytes,
+            resident_bytes=resident_bytes,
+            outside_bytes=max(self._outside_bytes, part.outside_bytes),
+            between_bytes=part.between_bytes(self._settled_bytes or 0, resident_bytes),
             error_bound_bytes=self._error_bound_bytes,
             settled_bytes=self._settled_bytes,
             observed_bytes=self._observed_bytes(),
@@ -161,32 +166,40 @@ class ManagedGraph:
         latest = self.variants[-1]
         if is_inside_backward():
             return self._variant_of_the_forward()
-        if self._replan:
-            self._replan = False
-            try:
-                return self._add_variant(resident)
-            except InfeasibleBudgetError:
-                if not self._between_bytes:
-                    raise
-                # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
-                self._between_bytes, self._joined = 0, False
-                return self._add_variant(resident)
-        if latest.fits(resident):
-            return latest
-        for variant in self.variants:
-            if variant.fits(resident):
-                self.variants.remove(variant)
-                self.variants.append(variant)
-                return variant
-        assert latest.plan is not None
-        grown = resident - latest.plan.resident_bytes
-        self._announce(
-            "grown",
-            f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer "
-            "state, gradients or "
-            "another forward's activations): planning again",
-        )
-        return self._add_variant(resident)
+        if not self._replan:
+            if latest.fits(resident):
+                return latest
+            for variant in self.variants:
+                if variant.fits(resident) and not (self._joined and variant.leaves_room):
+                    self.variants.remove(variant)
+                    self.variants.append(variant)
+                    return variant
+            assert latest.plan is not None
+            grown = resident - latest.plan.resident_bytes
+            self._announce(
+                "grown",
+                f"memory held at the entry of the forward grew by {format_bytes(grown)} since planning (optimizer "
+                "state, gradients or "
+                "another forward's activations): planning again",
+            )
+        if self._joint is not None and self._joint.begins_with(self) and not self._is_behind_another:
+            # What has appeared since is taken from what all of them may save.
+            self._joint.plan(max(resident, self._first_resident + self.options.reserve))
+        self._replan = False
+        try:
+            return self._add_variant(resident)
+        except InfeasibleBudgetError:
+            if self._part is None:
+                raise
+            # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
+            self._part = self._joint = None
+            self._joined = False
+            return self._add_variant(resident)
+
+    @property
+    def _is_behind_another(self) -> bool:
+        """Whether a forward, of this graph or of another, waits for its backward."""
+        return self.is_pending or bool(ledger.pending_before(self))
 
     def _variant_of_the_forward(self) -> Variant:
         """The variant of a forward that torch.utils.checkpoint now runs again: it wants the same tensors saved."""
@@ -202,7 +215,7 @@ class ManagedGraph:
 
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
-        if not is_inside_backward():
+        if not is_inside_backward() and variant.plan is not None:
             ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
         return open_session(variant, resident, self.device, metered=metered)
@@ -254,7 +267,7 @@ class ManagedGraph:
         self._learn(session)
         if not ledger.note_backward_done(self) and left_room and not self.was_joined:
             # No other graph came after it in this step: it has the budget for itself.
-            self.join(0)
+            self.join(None, None)
 
     @property
     def shares_budget(self) -> bool:
@@ -267,33 +280,36 @@ class ManagedGraph:
         """Whether more graphs may follow in this step: they do where some came before (a model compiled by blocks)."""
         if not self.shares_budget or self._joined:
             return False
-        return self.may_be_followed or self.was_joined or bool(ledger.pending_before(self))
+        return self.may_be_followed or self.was_joined or self._is_behind_another
 
     @property
     def is_pending(self) -> bool:
         """Whether a forward of this graph waits for its backward."""
         return any(node() is not None and not session.done for node, session in self._pending)
 
-    def join(self, between_bytes: int) -> None:
-        """Plan again at the next forward, knowing what the graphs between this forward and its backward need."""
+    def join(self, part: Part | None, joint: ledger.Joint | None) -> None:
+        """Plan again at the next forward, knowing what of the common budget is left to this graph; None: all of it."""
         self._joined = self.was_joined = True
-        self._between_bytes = between_bytes
+        self._part, self._joint = part, joint
         self._replan = True
 
     @property
-    def share(self) -> ledger.Share | None:
+    def share(self) -> Share | None:
         """What this graph needs of the common budget; None before its first metered step."""
         variant = self.variants[-1] if self.variants else None
         if variant is None or variant.planned is None or self._last is None:
             return None
         planned = variant.planned
-        return ledger.Share(
-            entry_bytes=self._last.entry_bytes,
+        baseline_bytes = planned.plan.baseline_peak_bytes - planned.plan.resident_bytes
+        return Share(
+            entry_bytes=max(self._last.entry_bytes, self._first_resident + self.options.reserve),
             saved_bytes=planned.boundary_bytes,
             wanted_bytes=planned.stock_boundary_bytes,
             least_bytes=planned.smallest_peak_bytes(),
             outside_bytes=self._seen_outside,
             budget_bytes=planned.plan.budget_bytes,
+            gradient_bytes=planned.facts.gradient_bytes,
+            passing_bytes=max(0, baseline_bytes - planned.stock_boundary_bytes),
         )
 
     def _learn(self, session: Session) -> None:

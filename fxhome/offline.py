@@ -56,7 +56,7 @@ def plan_joint(
     off_host: Collection[str] = (),
 ) -> Planned:
     """Plan a traced joint graph for `profile`'s device, with nothing timed."""
-    correct_recorded_values(joint)
+    correct_recorded_values(joint, runs_as_traced=inner_of(options, profile) == "aot_eager")
     return plan_graph(
         joint,
         inputs,

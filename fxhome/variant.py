@@ -49,6 +49,11 @@ class Variant:
             self.blocks.spare_bytes = lambda: _spare_bytes(variant())
             self.blocks.tell = lambda text: _add_note(variant(), text)
 
+    @property
+    def leaves_room(self) -> bool:
+        """Whether it takes as little as possible, for graphs whose needs were not known when it was planned."""
+        return self.situation.leave_room
+
     def fits(self, resident_bytes: int) -> bool:
         """Whether the promise still holds when this much is resident at the entry of the forward."""
         if self.plan is None:

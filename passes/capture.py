@@ -42,6 +42,16 @@ _LOSSES_IN_PLACE = frozenset(
     }
 )
 
+_CLONES_OF_STORAGE = frozenset(
+    {
+        torch.ops.aten.copy,
+        torch.ops.aten.slice_scatter,
+        torch.ops.aten.select_scatter,
+        torch.ops.aten.diagonal_scatter,
+        torch.ops.aten.as_strided_scatter,
+    }
+)
+
 
 def joint_outputs(graph: fx.Graph) -> list[fx.Node | None]:
     """The flat outputs of a joint graph: forward outputs first, then gradients (None where there is none)."""
@@ -91,16 +101,21 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     return module
 
 
-def correct_recorded_values(module: fx.GraphModule) -> None:
-    """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses.
+def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> None:
+    """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses and
+    of copies into a part of a tensor.
 
-    Views of a corrected result are inferred again, so that they still share its storage.
+    Views of a corrected result are inferred again, so that they still share its storage. runs_as_traced: every operator
+    is run as it stands, and not written anew by a compiler.
     """
     corrected: set[fx.Node] = set()
     replaced: dict[int, torch.Tensor] = {}  # what was recorded, by storage; kept, so that no storage is met again
     for node in module.graph.nodes:
         types = _true_types(node)
-        if (buffer := _loss_buffer(node)) is not None:
+        buffer = _loss_buffer(node)
+        if buffer is None and runs_as_traced:
+            buffer = _cloned_storage(node)
+        if buffer is not None:
             old = node.meta["val"]
             replaced[old.untyped_storage()._cdata] = old
             node.meta["val"] = buffer
@@ -146,6 +161,23 @@ def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
     with fake_mode_of(source):
         elements = torch.broadcast_shapes(source.shape, target.shape)
         result: torch.Tensor = node.meta["val"].new_empty(elements).as_strided((), ())
+    return result
+
+
+def _cloned_storage(node: fx.Node) -> torch.Tensor | None:
+    """The result of an operator that clones all that lies behind its first operand, to write into that operand's place,
+    where tracing recorded the operand's own bytes (`buffer[i] = x` makes one); None for others.
+    """
+    if getattr(node.target, "overloadpacket", None) not in _CLONES_OF_STORAGE:
+        return None
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    overlaps = any(stride == 0 and size > 1 for stride, size in zip(source.stride(), source.shape, strict=True))
+    size_bytes = int(source.untyped_storage().nbytes())
+    if overlaps or not size_bytes or size_bytes == int(value.untyped_storage().nbytes()):
+        return None
+    with fake_mode_of(source):
+        whole = source.new_empty(size_bytes // source.element_size())
+        result: torch.Tensor = whole.as_strided(source.shape, source.stride(), source.storage_offset())
     return result
 
 

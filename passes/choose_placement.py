@@ -45,6 +45,13 @@ def saving_least(model: GraphModel, room_bytes: int) -> Problem:
     return problem
 
 
+def spared_bytes(result: SimResult) -> int:
+    """How much lower the peak would be without what is kept free between forward and backward."""
+    curve = result.curve.copy()
+    curve[result.forward_length] -= result.arrays.outside_bytes[1]
+    return result.peak_bytes - int(curve.max())
+
+
 def choose_smallest(problem: Problem, options: Options, room_bytes: int) -> Choice:
     """The smallest plan that is known, with its copies scheduled for the room or, over it, for its own peak."""
     begin = time.perf_counter()

@@ -28,7 +28,7 @@ from fxhome.passes.baseline import (
 )
 from fxhome.passes.capture import normalize
 from fxhome.passes.channels_last import Layouts, convolution_layouts, is_converted, to_channels_last
-from fxhome.passes.choose_placement import Choice, choose_placement, choose_smallest, saving_least
+from fxhome.passes.choose_placement import Choice, choose_placement, choose_smallest, saving_least, spared_bytes
 from fxhome.passes.constants import separate_constants
 from fxhome.passes.ease_backward import ease_backward, is_eased, is_eased_for_fusion
 from fxhome.passes.easing import eased, is_to_be_eased
@@ -226,7 +226,9 @@ def plan_graph(
                 f"the inner backend's own partition would rebuild from {', '.join(stale)}, which the step overwrites: "
                 "fxhome's is used although the baseline fits",
             )
-        plan = finish(choice, graph_bytes, notes)
+        # What is kept free for graphs to come is no need of this one: theirs are planned with what is left.
+        own_bytes = graph_bytes - (spared_bytes(choice.result) if situation.leave_room else 0)
+        plan = finish(choice, own_bytes, notes)
 
     program = plan.program
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))

@@ -6,9 +6,9 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -68,6 +68,32 @@ def has_uncompiled_callers() -> bool:
             found = True
         frame = frame.f_back
     return False
+
+
+def frame_given_up() -> tuple[CodeType, Any, BaseException] | None:
+    """Inside a callback at the end of a compilation by Dynamo: the code of the frame, the backend that was asked for,
+    and why none of it could be compiled. None where it was compiled, or holds nothing to compile.
+    """
+    error = sys.exc_info()[1]
+    if error is None or isinstance(error, torch._dynamo.exc.SkipFrame):
+        return None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
+            backend = frame.f_locals["compiler_fn"]
+            for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+                while (inner := getattr(backend, name, None)) is not None:
+                    backend = inner
+            return frame.f_locals["code"], backend, error
+        frame = frame.f_back
+    return None
+
+
+def at_end_of_compilation(callback: Callable[[object], None]) -> None:
+    """Have Dynamo call `callback` after every compilation, until `torch._dynamo.reset()`; twice is once."""
+    handler = torch._dynamo.callback.callback_handler
+    if callback not in handler.end_callbacks:
+        handler.register_end_callback(callback)
 
 
 def forgive_specialisation(context: Any) -> bool:
