@@ -332,10 +332,7 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
     """Bring the peak under `limit_bytes`: copies make way, fused kernels wait for their last loop, then those that are
     fused across the worst moment come apart.
     """
-    nodes = relieve(nodes, buffers, limit_bytes)
-    if (peak_bytes := _worst(nodes, buffers)[0]) > limit_bytes:
-        late = relieve(by_last_loop(nodes), buffers, limit_bytes)
-        nodes = late if _worst(late, buffers)[0] < peak_bytes else nodes
+    nodes = _best_order(nodes, buffers, limit_bytes)
     for _ in range(MAX_SPLITS):
         peak_bytes, worst = _worst(nodes, buffers)
         if peak_bytes <= limit_bytes:
@@ -355,6 +352,16 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
     return nodes, buffers
 
 
+def _best_order(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:
+    """The order as it is, or that by last loops where it is over the limit and needs more; copies out of the way."""
+    given = relieve(nodes, buffers, limit_bytes)
+    peak_bytes, _ = _worst(given, buffers)
+    if peak_bytes <= limit_bytes:
+        return given
+    late = relieve(by_last_loop(nodes), buffers, limit_bytes)
+    return late if _worst(late, buffers)[0] < peak_bytes else given
+
+
 def by_last_loop(nodes: list[Any]) -> list[Any]:
     """The order in which each fused kernel stands where its last loop was lowered, not its first one.
 
@@ -369,7 +376,7 @@ def _settled(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tup
     """An order with other kernels: dependencies first, then copies out of the way."""
     nodes = _respect_dependencies(nodes, nodes, _unpackers(nodes))
     counted = LoweredBuffers(nodes, buffers.workspace_by_name)
-    return relieve(nodes, counted, limit_bytes), counted
+    return _best_order(nodes, counted, limit_bytes), counted
 
 
 def _worst(nodes: list[Any], buffers: LoweredBuffers) -> tuple[int, int]:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
+from fxhome import inductor_graphs
+from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.whole_concatenations import MAX_PARTS, concatenations_kept_whole
 from tests.graph_tools import written_code
@@ -116,3 +118,31 @@ def test_the_hook_is_gone_behind_it() -> None:
     with concatenations_kept_whole():
         assert ir.ConcatKernel.__dict__["create"] is not before
     assert ir.ConcatKernel.__dict__["create"] is before
+
+
+@pytest.mark.parametrize("has_parts", [True, False])
+def test_a_plan_over_its_limit_is_lowered_once_more_where_a_concatenation_is_allocated_early(
+    has_parts: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[ScheduleCheck] = []
+
+    def lower(*given: Any, closely: bool) -> str:
+        seen.append(given[-1])
+        if not seen[-1].keeps_concatenations_whole:
+            seen[-1].has_parts = has_parts
+            raise OverLimitError(LoweredPeak(1 << 20, 0, "op1"), is_backward=True)
+        return "lowered"
+
+    def check_for(*_: Any, closely: bool, keeps_concatenations_whole: bool = False) -> ScheduleCheck:
+        return ScheduleCheck((), {}, 0, 0, keeps_concatenations_whole=keeps_concatenations_whole)
+
+    monkeypatch.setattr(inductor_graphs, "_lower_and_check", lower)
+    monkeypatch.setattr(inductor_graphs, "check_for", check_for)
+    graph, plan, situation = (cast(Any, None) for _ in range(3))
+    if has_parts:
+        assert cast(Any, inductor_graphs.lower_and_check(graph, [], plan, situation)) == "lowered"
+    else:
+        with pytest.raises(OverLimitError):
+            inductor_graphs.lower_and_check(graph, [], plan, situation)
+    assert [check.keeps_concatenations_whole for check in seen] == [False, True][: 1 + has_parts]
+    assert len({check.uuid() for check in seen}) == len(seen)
