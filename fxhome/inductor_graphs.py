@@ -29,6 +29,7 @@ from fxhome.passes.planned import Planned
 from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import copy_dynamo_module
+from fxhome.passes.whole_concatenations import concatenations_kept_whole
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.raw_allocator import CudaAllocator
 from fxhome.units import format_bytes
@@ -121,7 +122,9 @@ def lower(
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
         if not planned_here:
             return _compile_fx(gm, example_inputs, patches, **extra)
-        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept():
+        whole = check is not None and check.keeps_concatenations_whole
+        joined = concatenations_kept_whole() if whole else contextlib.nullcontext()
+        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept(), joined:
             return _compile_fx(gm, example_inputs, patches, **extra)
 
 
@@ -176,9 +179,33 @@ def lower_and_check(
 ) -> LoweredGraphs:
     """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
     anew. closely: blocks that could not be laid close enough raise ScatteredError.
+
+    Where a concatenation that is allocated with its first part is too much, all of them are written at once.
     """
-    fingerprint = planned.plan.fingerprint()
     check = check_for(planned, situation, closely=closely)
+    try:
+        return _lower_and_check(gm, example_inputs, planned, situation, check, closely=closely)
+    except OverLimitError as over:
+        if not check.has_parts:
+            raise
+        log.info(
+            "fxhome: concatenations that are allocated with their first part take %s: written at once instead",
+            format_bytes(over.peak.peak_bytes),
+        )
+        whole = check_for(planned, situation, closely=closely, keeps_concatenations_whole=True)
+        return _lower_and_check(gm, example_inputs, planned, situation, whole, closely=closely)
+
+
+def _lower_and_check(
+    gm: GraphModule,
+    example_inputs: Sequence[Any],
+    planned: Planned,
+    situation: Situation,
+    check: ScheduleCheck,
+    *,
+    closely: bool,
+) -> LoweredGraphs:
+    fingerprint = planned.plan.fingerprint()
     known = recall(fingerprint, planned.is_baseline)
     if closely and known is not None and known.packed_bytes is not None and known.least_cap_bytes is not None:
         check.stop_scattered(known.packed_bytes, known.least_cap_bytes)
@@ -293,7 +320,9 @@ def budget_for(least_cap_bytes: int, outside_bytes: int) -> int:
     return min(cap_bytes - CAP_SLACK_BYTES, int(cap_bytes / (1 + CAP_SHARE)) + 1)
 
 
-def check_for(planned: Planned, situation: Situation, *, closely: bool) -> ScheduleCheck:
+def check_for(
+    planned: Planned, situation: Situation, *, closely: bool, keeps_concatenations_whole: bool = False
+) -> ScheduleCheck:
     """The scheduler pass that holds a plan to its budget; `closely`: to what the allocator may take as well."""
     if planned.is_baseline or planned.is_best_effort:
         return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
@@ -309,6 +338,7 @@ def check_for(planned: Planned, situation: Situation, *, closely: bool) -> Sched
         reserved_limit_bytes=reserved_limit(planned.plan.budget_bytes) - outside if keeps else None,
         cap_bytes=room_under(cap_of(planned.plan.budget_bytes), outside) if keeps else None,
         stops_scattered=closely,
+        keeps_concatenations_whole=keeps_concatenations_whole,
     )
 
 

@@ -36,7 +36,7 @@ log = logging.getLogger("fxhome")
 
 
 def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
-    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|5".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|6".encode()).hexdigest()[:32]
     return cache_directory() / "lowered" / f"{key}.json"
 
 

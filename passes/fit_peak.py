@@ -2,6 +2,7 @@
 
 peak at kernel k, over the limit:   a reload in flight there starts behind it
                                     a source that is done by then is waited for before it
+                                    each fused kernel stands where its last loop was
                                     what was fused across it is unfused (unfuse.py)
 """
 
@@ -9,7 +10,14 @@ from typing import Any
 
 from fxhome.passes import unfuse
 from fxhome.passes.lowered_buffers import LoweredBuffers
-from fxhome.passes.transfer_order import RELOADS, readers_of, respect_dependencies, transfer_of, unpackers
+from fxhome.passes.transfer_order import (
+    RELOADS,
+    place_transfers,
+    readers_of,
+    respect_dependencies,
+    transfer_of,
+    unpackers,
+)
 from fxhome.runtime import ops
 
 MAX_SPLITS = 100
@@ -18,8 +26,10 @@ MAX_MOVES = 1000
 
 
 def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
-    """Bring the peak under `limit_bytes`: copies make way, then kernels fused across the worst moment come apart."""
-    nodes = relieve(nodes, buffers, limit_bytes)
+    """Bring the peak under `limit_bytes`: copies make way, fused kernels wait for their last loop, then those that are
+    fused across the worst moment come apart.
+    """
+    nodes = _best_order(nodes, buffers, limit_bytes)
     for _ in range(MAX_SPLITS):
         peak_bytes, worst = _worst(nodes, buffers)
         if peak_bytes <= limit_bytes:
@@ -39,11 +49,31 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
     return nodes, buffers
 
 
+def _best_order(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:
+    """The order as it is, or that by last loops where it is over the limit and needs more; copies out of the way."""
+    given = relieve(nodes, buffers, limit_bytes)
+    peak_bytes, _ = _worst(given, buffers)
+    if peak_bytes <= limit_bytes:
+        return given
+    late = relieve(by_last_loop(nodes), buffers, limit_bytes)
+    return late if _worst(late, buffers)[0] < peak_bytes else given
+
+
+def by_last_loop(nodes: list[Any]) -> list[Any]:
+    """The order in which each fused kernel stands where its last loop was lowered, not its first one.
+
+    Inductor puts it where its first loop was, and all that the others need before it: of a gradient that is the sum of
+    several branches, the gradients of all branches, and whatever else reads what they are made from waits.
+    """
+    nodes = respect_dependencies(sorted(nodes, key=lambda node: node.max_order), nodes, unpackers(nodes))
+    return place_transfers(nodes) if any(transfer_of(node) is not None for node in nodes) else nodes
+
+
 def _settled(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
     """An order with other kernels: dependencies first, then copies out of the way."""
     nodes = respect_dependencies(nodes, nodes, unpackers(nodes))
     counted = LoweredBuffers(nodes, buffers.workspace_by_name)
-    return relieve(nodes, counted, limit_bytes), counted
+    return _best_order(nodes, counted, limit_bytes), counted
 
 
 def _worst(nodes: list[Any], buffers: LoweredBuffers) -> tuple[int, int]:

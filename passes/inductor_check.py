@@ -9,7 +9,16 @@ from typing import Any
 
 from torch._inductor import custom_graph_pass
 
-from fxhome.passes import fit_peak, in_place, lowered_buffers, mix_order, recorded_layouts, transfer_order, unfuse
+from fxhome.passes import (
+    fit_peak,
+    in_place,
+    lowered_buffers,
+    mix_order,
+    recorded_layouts,
+    transfer_order,
+    unfuse,
+    whole_concatenations,
+)
 from fxhome.passes.allocator import Allocation, reserved_bytes
 from fxhome.passes.capped_allocator import least_cap
 from fxhome.passes.fit_peak import fit
@@ -72,18 +81,22 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         stops_over_limit: bool = True,
         stops_scattered: bool = True,
         only_measures: bool = False,
+        keeps_concatenations_whole: bool = False,
     ) -> None:
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
         `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
         what is resident, each block laid where it fits; over it, ScatteredError (unless `stops_scattered` is False).
         cap_bytes: the same before any block is laid, in the first steps, where it may give holes back.
-        only_measures: every lowering ends here, by MeasuredError.
+        only_measures: every lowering ends here, by MeasuredError. keeps_concatenations_whole: whether the graphs are
+        lowered so (passes/whole_concatenations.py).
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.stops_over_limit = stops_over_limit
         self.stops_scattered = stops_scattered
         self.only_measures = only_measures
+        self.keeps_concatenations_whole = keeps_concatenations_whole
+        self.has_parts = False  # whether the graph lowered last has a concatenation that is allocated with a part
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.reserved_limit_bytes = reserved_limit_bytes
         self.cap_bytes = cap_bytes
@@ -102,6 +115,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         if self.has_transfers and not self.only_measures and (names := laid_out_otherwise(nodes)):
             raise LayoutError(names)
         buffers = LoweredBuffers(nodes, self.workspace)
+        self.has_parts = bool(buffers.whole_of)
         limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
             nodes = place_transfers(nodes)
@@ -146,7 +160,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             raise ScatteredError(least_cap_bytes)
 
     def uuid(self) -> Any:
-        """Its source and its limits: what else differs between plans is in the graphs already."""
+        """Its source, its limits and how concatenations are lowered: what else differs between plans is in the graphs
+        already.
+        """
         sources = (
             __file__,
             transfer_order.__file__,
@@ -156,8 +172,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             mix_order.__file__,
             recorded_layouts.__file__,
             unfuse.__file__,
+            whole_concatenations.__file__,
         )
-        return custom_graph_pass.get_hash_for_files(sources, str(self.limits))
+        return custom_graph_pass.get_hash_for_files(sources, str((*self.limits, self.keeps_concatenations_whole)))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a pickled cache key it stands for its source and limits."""

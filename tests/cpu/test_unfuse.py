@@ -115,6 +115,35 @@ def test_what_is_read_only_behind_the_worst_moment_is_made_behind_it() -> None:
     torch.testing.assert_close(found, function(x, w), rtol=1e-3, atol=1e-2)
 
 
+def test_a_kernel_that_is_fused_with_an_earlier_one_waits_for_its_last_loop() -> None:
+    """The sum over branches is fused with what its first term is made of: left there, all branches come first, and what
+    else reads their large results comes later.
+    """
+
+    def function(x: torch.Tensor, y: torch.Tensor, wide: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        total, others = y.sum(2), []
+        terms = []
+        for _ in range(3):
+            branch = x @ wide
+            others.append(branch @ ends)
+            terms.append(torch.sin(branch @ wide.t()))
+            x = x + 1
+        return total + terms[0] + terms[1] + terms[2], *others
+
+    inputs = torch.randn(64, 64), torch.randn(64, 64, 64), torch.randn(64, 1024) / 32, torch.randn(1024, 1) / 32
+    large_bytes = 64 * 1024 * 4
+
+    # For inference, Inductor has what is only returned made last.
+    with torch._inductor.config.patch(reorder_for_locality=False):
+        found, check = fitted(function, *inputs)
+
+    before, after = check.peaks
+    assert before > 3 * large_bytes
+    assert after < 2 * large_bytes
+    assert sorted(check.orders[0]) == sorted(check.orders[1])
+    torch.testing.assert_close(found, function(*inputs), rtol=1e-3, atol=1e-3)
+
+
 def test_a_fit_that_holding_back_does_not_help_leaves_the_kernels_as_they_were() -> None:
     def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
         return torch.exp(x) @ w
