@@ -79,7 +79,7 @@ def note_backward_done(graph: ManagedGraph) -> bool:
             joint = Joint(step.graphs, step.calls())
             if all(member is not None and member.shares_budget and not member.was_joined for member in members):
                 log.warning(
-                    "fxhome: %d forwards of %d graphs share one step and one budget: planning them jointly",
+                    "fxhome: %d forwards of one step (graphs: %d) share one budget: planning them jointly",
                     step.num_forwards,
                     len(members),
                 )

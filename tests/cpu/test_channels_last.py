@@ -385,7 +385,7 @@ def test_where_a_node_cannot_follow_the_graph_is_planned_as_traced(
     monkeypatch.setattr("fxhome.passes.channels_last._Rewriter._clone_where_wanted", fail)
     profile = dataclasses.replace(cached_profile("cpu"), kind="cuda")
     torch._dynamo.reset()
-    plan = fxhome.plan(wide_model(), (torch.randn(16, 3, 32, 32),), 0.7, device=profile)
+    plan = fxhome.plan(wide_model(), (torch.randn(16, 3, 32, 32),), 0.7, device=profile, max_evaluations=200)
     assert not [item for item in plan.program if "channels_last" in item.target]
     (message,) = [record.getMessage() for record in caplog.records if record.name == "fxhome.planner"]
     assert re.search(r"keep the layout .* channels_last: '\w+' \(.*\) does not run on the strides", message)
@@ -434,7 +434,9 @@ def test_plans_are_made_of_what_runs_and_the_baseline_stays_stock(budget: float)
 
 def test_plans_for_the_cpu_stay_as_traced() -> None:
     torch._dynamo.reset()
-    plan = fxhome.plan(wide_model(), (torch.randn(16, 3, 32, 32),), 0.7, device="cpu", inner="inductor")
+    plan = fxhome.plan(
+        wide_model(), (torch.randn(16, 3, 32, 32),), 0.7, device="cpu", inner="inductor", max_evaluations=200
+    )
     assert not [item for item in plan.program if "channels_last" in item.target]
 
 

@@ -341,9 +341,10 @@ def test_a_second_forward_is_planned_with_what_the_first_one_holds(caplog: pytes
             del losses, loss
             model.zero_grad()
     assert max(peaks[1:]) <= budget  # the first round compiles in the middle
-    (message,) = warnings_of(caplog)
-    assert "another forward's activations" in message
-    assert "planning again" in message
+    grown, jointly = warnings_of(caplog)
+    assert "another forward's activations" in grown
+    assert "planning again" in grown
+    assert "2 forwards of one step (graphs: 1) share one budget: planning them jointly" in jointly
 
 
 def test_a_second_forward_that_cannot_fit_is_refused_and_the_first_one_still_ends() -> None:

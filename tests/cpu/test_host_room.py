@@ -177,10 +177,12 @@ def test_the_plan_takes_its_host_memory_before_its_first_step() -> None:
 def test_an_offline_plan_knows_the_host_it_is_for(caplog: pytest.LogCaptureFixture) -> None:
     profile = cached_profile("cpu")
     x = torch.randn(BATCH, WIDTH)
-    free = fxhome.plan(build(), (x,), "60%", device=profile)
+    free = fxhome.plan(build(), (x,), "60%", device=profile, max_evaluations=400)
     assert free.host_bytes > 4 * MIB
     with caplog.at_level(logging.WARNING, logger="fxhome"):
-        small = fxhome.plan(build(), (x,), "60%", device=replace(profile, host_memory_bytes=4 * MIB))
+        small = fxhome.plan(
+            build(), (x,), "60%", device=replace(profile, host_memory_bytes=4 * MIB), max_evaluations=400
+        )
     assert small.host_bytes <= 4 * MIB
     assert small.predicted_peak_bytes <= small.budget_bytes
     assert "planning with fewer copies" in warnings_of(caplog)[0]

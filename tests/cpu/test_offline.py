@@ -29,7 +29,7 @@ def test_a_meta_model_is_planned_and_nothing_is_allocated_or_drawn() -> None:
     cached_profile("cpu")
     state = torch.get_rng_state()
     with StorageMeter(granule_bytes=1) as meter:
-        plan = fxhome.plan(model, (x,), "70%", device="cpu")
+        plan = fxhome.plan(model, (x,), "70%", device="cpu", max_evaluations=400)
     assert meter.peak_bytes < BATCH * WIDTH * 4  # not one activation
     assert torch.equal(torch.get_rng_state(), state)
     assert plan.estimated
@@ -43,7 +43,7 @@ def test_a_real_model_is_not_touched() -> None:
     fresh()
     model = build()
     before = [parameter.detach().clone() for parameter in model.parameters()]
-    fxhome.plan(model, (torch.randn(BATCH, WIDTH),), "70%", device="cpu")
+    fxhome.plan(model, (torch.randn(BATCH, WIDTH),), "70%", device="cpu", max_evaluations=400)
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
     assert all(parameter.grad is None for parameter in model.parameters())
     assert fxhome.plans() == []
@@ -52,7 +52,9 @@ def test_a_real_model_is_not_touched() -> None:
 def test_meta_and_real_models_give_the_same_plan() -> None:
     fresh()
     plans = [
-        fxhome.plan(build(device), (torch.empty(BATCH, WIDTH, device=device),), "70%", device="cpu")
+        fxhome.plan(
+            build(device), (torch.empty(BATCH, WIDTH, device=device),), "70%", device="cpu", max_evaluations=400
+        )
         for device in ("meta", "cpu")
     ]
     assert plans[0] == plans[1]
@@ -62,7 +64,7 @@ def test_the_estimate_replays_on_the_real_model() -> None:
     fresh()
     torch.manual_seed(0)
     model, x = build(), torch.randn(BATCH, WIDTH)
-    plan = fxhome.plan(model, (x,), "70%", device="cpu", allow=("swap",))
+    plan = fxhome.plan(model, (x,), "70%", device="cpu", allow=("swap",), max_evaluations=400)
     assert plan.host_bytes > 0
 
     def gradients(options: dict[str, Any] | None) -> list[torch.Tensor]:
@@ -82,9 +84,9 @@ def test_an_impossible_budget_is_refused_with_a_minimum_that_works() -> None:
     fresh()
     arguments = (build("meta"), (torch.empty(BATCH, WIDTH, device="meta"),))
     with pytest.raises(InfeasibleBudgetError) as refused:
-        fxhome.plan(*arguments, "1%", device="cpu")
+        fxhome.plan(*arguments, "1%", device="cpu", max_evaluations=400)
     assert refused.value.minimum_bytes is not None
-    plan = fxhome.plan(*arguments, in_bytes(refused.value.minimum_bytes), device="cpu")
+    plan = fxhome.plan(*arguments, in_bytes(refused.value.minimum_bytes), device="cpu", max_evaluations=400)
     assert plan.predicted_peak_bytes <= refused.value.minimum_bytes
 
 
