@@ -13,6 +13,9 @@ from hypothesis import strategies as st
 from fxhome.passes.extents import without_free_pages
 from fxhome.passes.laid_step import Event, Laid, NoRoomError, Plugs, Statement
 from fxhome.passes.lay_blocks import lay, lay_anew
+from fxhome.passes.pack_blocks import Packing
+from fxhome.passes.steer_blocks import steer
+from fxhome.passes.step_lives import StepLives
 from tests.allocator_model import PAGE, ModelAllocator
 
 MIB = 1 << 20
@@ -194,20 +197,38 @@ def test_random_steps_are_steered_as_planned_and_map_nothing(seed: int) -> None:
     assert model.most_allocated == most
 
 
+TENANTS = "1+100 2+20 1- 3+30 4+40 5+50 6+100 6- 5- 4- 3- 2-"
+"""The place of the first block is meant for the last one; what comes between would go there by itself."""
+PLACES = {1: 30, 2: 130, 3: 150, 4: 180, 5: 220, 6: 30}
+
+
+def sent_past_the_hole(step: Sequence[Statement]) -> Laid:
+    """Steered to PLACES in 300 MiB, of which 30 are in use."""
+    lives = StepLives(step, {"weights": (0, 30 * MIB)}, {}, 0)
+    packing = Packing(tuple(PLACES[block] * MIB for block in lives.blocks), 270 * MIB)
+    return steer(lives, ((0, 300 * MIB),), packing)
+
+
 def test_a_plug_is_held_until_its_place_is_needed() -> None:
-    """Three tenants go past the large hole: one plug for all of them, given back for what takes the hole."""
-    model = with_weights()
-    laid = established(one_each("1+100 2+20 1- 3+30 4+40 5+50 6+100 6- 5- 4- 3- 2-"), model)
-    assert [(hook, len(plugs.gives), len(plugs.takes)) for hook, plugs in laid.plugs.items()] == [(2, 0, 1), (5, 1, 0)]
+    laid = sent_past_the_hole(one_each(TENANTS))
+    assert laid.addresses == {block: place * MIB for block, place in PLACES.items()}
+    assert laid.plugs == {2: Plugs(takes=((100 * MIB, 30 * MIB),)), 5: Plugs(gives=(30 * MIB,))}
 
 
 def test_the_end_of_a_call_gives_back_what_is_held() -> None:
-    """Nothing can be given back between two calls, and what happens there finds the holes as they are."""
-    model = with_weights()
-    events = [s.events for s in one_each("1+100 2+20 1- 3+30 4+90 5+50 5- 4- 3- 2-")]
-    step = [Statement(hook, some) for hook, some in zip((0, 1, 2, None, 3), events, strict=True)]
-    laid = established(step, model)
-    reserved = model.reserved
-    steered(step, model, laid)
-    assert len(laid.plugs[2].takes) == 1
-    assert model.reserved == reserved
+    """No hook stands between two calls: what is made there finds the hole."""
+    step = [Statement(None if s.hook == 3 else s.hook, s.events) for s in one_each(TENANTS)]
+    laid = sent_past_the_hole(step)
+    assert laid.plugs[2].takes == ((100 * MIB, 30 * MIB),)
+    assert laid.addresses[4] == 30 * MIB
+    assert not any(plugs.gives for plugs in laid.plugs.values())
+
+
+def test_what_there_is_no_room_for_is_given_back_before_it_is_needed() -> None:
+    """The hole cannot stay plugged beside the tenants where only 190 MiB may be in use at once, plugs included."""
+    lives = StepLives(one_each(TENANTS), {"weights": (0, 30 * MIB)}, {}, 0)
+    lives.most_bytes = 190 * MIB
+    packing = Packing(tuple(PLACES[block] * MIB for block in lives.blocks), 270 * MIB)
+    plugs = steer(lives, ((0, 400 * MIB),), packing).plugs
+    assert plugs[2].takes == ((100 * MIB, 30 * MIB),)  # beside 80 that are in use with the third block
+    assert plugs[3].gives == (30 * MIB,)
