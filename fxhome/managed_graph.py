@@ -392,10 +392,13 @@ class ManagedGraph:
             session.reserved_bytes = torch.cuda.max_memory_reserved(self.device)
         elif session.meter is not None:
             session.peak_bytes = session.meter.peak_bytes
-        else:
-            return
         left_room = self._leaves_room
-        self._learn(session)
+        if self.device.type == "cuda" or session.meter is not None:
+            self._learn(session)
+        else:
+            self._last = (
+                session  # generated code is not metered on a CPU: what was held at its entry is all that is known
+            )
         if not ledger.note_backward_done(self) and left_room and not self.was_joined:
             # No other graph came after it in this step: it has the budget for itself.
             self.join(None, None)
