@@ -105,11 +105,7 @@ def optimize(
     The metered step leaves gradients, buffers and random state as they were. Raises OptionError, InfeasibleBudgetError
     (with `minimum_bytes`), HostMemoryError, PlanMismatchError, DeviceError, UnsupportedGraphError (no graph at all).
     """
-    if isinstance(example_args, torch.Tensor) or not isinstance(example_args, tuple | list):
-        raise OptionError(
-            f"example_args is a {type(example_args).__name__}; give a tuple of the model's positional inputs, for "
-            "example (x,)"
-        )
+    _check_example_args(example_args)
     parsed = Options.from_mapping({"memory_budget": memory_budget, **options})
     fast = Optimized(model, parsed)
     with _left_as_it_was(model):
@@ -144,6 +140,7 @@ def plan(
     is.
     The plan is an estimate (`plan.estimated`): costs come from the profile's rates. Raises as `optimize` does.
     """
+    _check_example_args(example_args)
     parsed = Options.from_mapping({"memory_budget": memory_budget, **options})
     return plan_offline(model, tuple(example_args), parsed, _profile(model, device, parsed.inner))
 
@@ -151,6 +148,14 @@ def plan(
 def plans() -> list[Plan]:
     """Fresh snapshots of the plans alive in this process, oldest first."""
     return ledger.plans()
+
+
+def _check_example_args(example_args: object) -> None:
+    if not isinstance(example_args, tuple | list):
+        raise OptionError(
+            f"example_args is a {type(example_args).__name__}; give a tuple of the model's positional inputs, for "
+            "example (x,)"
+        )
 
 
 def _profile(model: nn.Module, device: DeviceProfile | str | Path | None, inner: str | None) -> DeviceProfile:

@@ -215,9 +215,23 @@ def _allocate_library_workspaces(device: torch.device) -> None:
 
 def _fail_at_recompile_limit() -> None:
     """At its recompile limit Dynamo would run the model eagerly, without any budget: make it raise instead."""
-    if not torch._dynamo.config.fail_on_recompile_limit_hit:
-        torch._dynamo.config.fail_on_recompile_limit_hit = True
-        log.info(
-            "fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore "
-            "the budget)"
-        )
+    config = torch._dynamo.config
+    if config.fail_on_recompile_limit_hit:
+        return
+    if config.suppress_errors:
+        # torch.compile refuses to be called where both are set.
+        _warn_of_suppressed_errors()
+        return
+    config.fail_on_recompile_limit_hit = True
+    log.info(
+        "fxhome: torch._dynamo.config.fail_on_recompile_limit_hit is now True (running eagerly would ignore the budget)"
+    )
+
+
+@functools.cache
+def _warn_of_suppressed_errors() -> None:
+    log.warning(
+        "fxhome: torch._dynamo.config.suppress_errors is on: a function that fails to compile, or meets the recompile "
+        "limit (%d), runs eagerly and without any budget; switch it off to have an error there",
+        torch._dynamo.config.recompile_limit,
+    )

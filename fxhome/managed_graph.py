@@ -261,10 +261,11 @@ class ManagedGraph:
             variant.tell_host_time(self.device)
             return
         variant.metered = True
-        if not session.note_backward_end(self.device):
-            return
         left_room = self._leaves_room
-        self._learn(session)
+        if session.note_backward_end(self.device):
+            self._learn(session)
+        else:
+            self._last = session  # generated code is not metered on a CPU: what was held at its entry is all there is
         if not ledger.note_backward_done(self) and left_room and not self.was_joined:
             # No other graph came after it in this step: it has the budget for itself.
             self.join(None, None)

@@ -135,3 +135,15 @@ def test_the_recompile_limit_is_made_an_error() -> None:
     with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False):
         step({"memory_budget": "100%"})
         assert torch._dynamo.config.fail_on_recompile_limit_hit
+
+
+def test_where_errors_are_suppressed_torch_compile_can_still_be_called(caplog: pytest.LogCaptureFixture) -> None:
+    """torch.compile refuses both settings together; what is suppressed runs eagerly, and that is said once."""
+    fresh()
+    backend._warn_of_suppressed_errors.cache_clear()
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=False, suppress_errors=True):
+        for _ in range(2):
+            step({"memory_budget": "100%"})
+        torch.compile(torch.sin, backend="eager")(torch.ones(2))
+    (text,) = [entry.getMessage() for entry in caplog.records if "suppress_errors" in entry.getMessage()]
+    assert "runs eagerly and without any budget" in text

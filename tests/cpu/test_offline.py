@@ -10,7 +10,7 @@ from torch import nn
 
 import fxhome
 from fxhome.device import cached_profile
-from fxhome.errors import InfeasibleBudgetError, UnsupportedGraphError
+from fxhome.errors import InfeasibleBudgetError, OptionError, UnsupportedGraphError
 from fxhome.runtime.meter import StorageMeter
 from tests.hazard_tools import compile_step, fresh, in_bytes
 
@@ -103,3 +103,8 @@ def test_tied_weights_stay_one_storage() -> None:
     model[2].weight = model[0].weight
     tied = fxhome.plan(model, (torch.randn(8, WIDTH),), "100%", device="cpu").resident_bytes
     assert loose - tied == WIDTH * WIDTH * 4
+
+
+def test_a_bare_tensor_in_place_of_a_tuple_is_named() -> None:
+    with pytest.raises(OptionError, match=r"example_args is a Tensor; give a tuple .* for example \(x,\)"):
+        fxhome.plan(nn.Linear(3, 3), torch.ones(2, 3), "60%", device="cpu")  # type: ignore[arg-type]
