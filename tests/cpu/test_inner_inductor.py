@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._inductor import memory
 from torch._inductor.utils import run_and_get_code
 
 import fxhome
@@ -117,6 +118,29 @@ def test_the_generated_order_has_every_copy_before_its_wait_and_its_wait_before_
         any(not name.startswith("swap") for name in order[start:wait])
         for start, wait in zip(reloads, waits, strict=True)
     )
+
+
+@pytest.mark.parametrize(("budget", "orders"), [("70%", 0), ("1GiB", 2)])
+def test_no_kernel_is_moved_behind_the_check(
+    checks: list[ScheduleCheck], budget: str, orders: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor orders the kernels of stock graphs for its own estimate of the peak, those of planned ones nobody."""
+    ordered = []
+    original = memory.reorder_for_peak_memory
+
+    def order(nodes: Any, *rest: Any) -> Any:
+        ordered.append(nodes)
+        return original(nodes, *rest)
+
+    monkeypatch.setattr(memory, "reorder_for_peak_memory", order)
+    torch.manual_seed(0)
+    step(
+        Blocks(),
+        torch.randn(512, 64),
+        backend=backend,
+        options={"memory_budget": budget, "inner": "inductor", "max_evaluations": 400, "allow": ["recompute"]},
+    )
+    assert len(ordered) == orders
 
 
 def test_with_slack_inductor_gets_exactly_the_stock_graphs(checks: list[ScheduleCheck]) -> None:
