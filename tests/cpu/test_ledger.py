@@ -133,6 +133,14 @@ def test_what_later_backwards_leave_behind_is_beside_the_first_forwards_own() ->
     assert joint_parts([share_of_three], step_of("a", "a", "a").calls(), held_bytes=50) == [joint.Part(50, 0, 70)]
 
 
+def test_what_eager_code_keeps_between_two_graphs_is_held_beside_what_they_save() -> None:
+    seen = [share(900, 100, entry_bytes=50, saved_bytes=30), share(0, 100, entry_bytes=50 + 30 + 200)]
+
+    parts = joint_parts(seen, step_of("a", "b").calls(), held_bytes=60)
+
+    assert parts == [joint.Part(60, 1000 - 60 - 200 - 100), joint.Part(1000 - 100)]
+
+
 class Block(nn.Module):
     """Not a Sequential, whose own code Dynamo would run eagerly where it stands alone."""
 
