@@ -97,6 +97,14 @@ def transfers(  # type: ignore[no-untyped-def]
         by_last[last_forward[s]] = s
         next_use[s] = by_use[first_backward[s]]
         by_use[first_backward[s]] = s
+    # Bytes of reloads that are needed at a position, wherever they start: nothing else may be held in their place.
+    needed = np.zeros(total + 2, np.int64)
+    for i in range(count):
+        s = order[i]
+        until = first_backward[s] if is_encoded(placement[s]) else last_backward[s]
+        needed[first_backward[s]] += size_of[s]
+        needed[until + 1] -= size_of[s]
+    reloaded = 0
     queue = np.empty(count, np.int32)
     place = np.full(storages, -1, np.int32)  # where in the queue a storage waits, -1 once it is released
     finish = np.empty(count, np.float64)
@@ -121,7 +129,8 @@ def transfers(  # type: ignore[no-untyped-def]
                 place[s] = -1
             i += 1
         i = head
-        while i < queued and extra > 0 and curve[p] + extra > budget:
+        reloaded += needed[p]
+        while i < queued and extra > 0 and curve[p] + reloaded + extra > budget:
             s = queue[i]
             if place[s] >= 0 and p > last_forward[s]:
                 now = max(now, finish[i])

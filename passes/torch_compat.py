@@ -91,9 +91,18 @@ def frame_given_up() -> tuple[CodeType, Any, BaseException] | None:
 
 def at_end_of_compilation(callback: Callable[[object], None]) -> None:
     """Have Dynamo call `callback` after every compilation, until `torch._dynamo.reset()`; twice is once."""
+    # A lock is held meanwhile that each compilation takes: Dynamo, which may be looking at every frame just then, must
+    # not look at this one.
+    unseen = _unseen(callback)
     handler = torch._dynamo.callback.callback_handler
-    if callback not in handler.end_callbacks:
-        handler.register_end_callback(callback)
+    if unseen not in handler.end_callbacks:
+        handler.register_end_callback(unseen)
+
+
+@functools.cache
+def _unseen(function: Callable[[object], None]) -> Callable[[object], None]:
+    unseen: Callable[[object], None] = torch.compiler.disable(function)
+    return unseen
 
 
 def forgive_specialisation(context: Any) -> bool:
