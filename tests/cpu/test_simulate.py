@@ -118,6 +118,16 @@ def test_a_tighter_budget_never_saves_time_or_costs_memory_when_only_swapping(
 
 
 @many
+@given(problems(), st.data())
+def test_more_room_is_never_more_than_filled(problem: Problem, data: st.DataObject) -> None:
+    """What is held behind a copy, or comes back early, takes no room from reloads that are due."""
+    placement = data.draw(placements(problem))
+    least = simulate(problem, placement, 0).peak_bytes
+    for budget in (least, least + 1, least + 40):
+        assert simulate(problem, placement, budget).peak_bytes <= budget
+
+
+@many
 @given(problems())
 def test_where_memory_allows_copies_may_take_half_as_long_again(problem: Problem) -> None:
     """In the forward nobody waits for one before that, and none comes back later but for those in front of it."""
