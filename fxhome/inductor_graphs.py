@@ -147,12 +147,11 @@ def patches_of(planned: Planned) -> dict[str, Any]:
         return {}
     # Inductor would order kernels for its own estimate of the peak, behind the check: what runs is the order that was
     # checked.
-    pinned = {"reorder_for_peak_memory": False}
     # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
     # serves as well.
     # Nor does a plan know of convolutions in another layout than its graph's: of their copies and their workspace. What
     # Inductor would choose is in that graph already (passes/channels_last.py).
-    return pinned | {"allow_buffer_reuse": False, "layout_optimization": False}
+    return {"reorder_for_peak_memory": False, "allow_buffer_reuse": False, "layout_optimization": False}
 
 
 class _Partitioner(CustomPartitionerFn):

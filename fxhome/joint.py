@@ -101,18 +101,20 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
     room for what passes beside what it keeps itself.
     """
     budget_bytes = shares[0].budget_bytes
+    seen = [share.saved_bytes for share in shares]
+    wants = [share.wanted_bytes for share in shares]
     # What each graph found beside what those before it saved: results handed on, what eager code between them keeps.
     beside = [
-        max(0, share.entry_bytes - shares[0].entry_bytes - _saved(own.before_first, shares))
+        max(0, share.entry_bytes - shares[0].entry_bytes - _in_all(own.before_first, seen))
         for share, own in zip(shares, calls, strict=True)
     ]
     held_in_all = held_bytes + max(beside)
     last = max(range(len(calls)), key=lambda index: sum(calls[index].before_last))
 
     def scaled(room_bytes: int, counts: Sequence[int]) -> list[int]:
-        wanted = sum(count * share.wanted_bytes for count, share in zip(counts, shares, strict=True))
+        wanted = sum(count * size for count, size in zip(counts, wants, strict=True))
         room_bytes = max(0, room_bytes)
-        return [min(share.wanted_bytes, room_bytes * share.wanted_bytes // wanted) if wanted else 0 for share in shares]
+        return [min(size, room_bytes * size // wanted) if wanted else 0 for size in wants]
 
     largest_need = max(share.least_bytes + share.outside_bytes for share in shares)
     counts = [own.count for own in calls]
@@ -122,22 +124,19 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
         passing = shares[last].passing_bytes + shares[last].outside_bytes
         may_save = list(map(min, may_save, scaled(budget_bytes - held_in_all - passing, counts)))
 
-    def saved(counts: Sequence[int]) -> int:
-        return sum(count * size for count, size in zip(counts, may_save, strict=False))
-
     parts = []
     for index, (share, own) in enumerate(zip(shares, calls, strict=True)):
         if index == last and own.count == 1:
-            parts.append(Part(held_bytes + beside[index] + saved(own.before_last)))
+            parts.append(Part(held_bytes + beside[index] + _in_all(own.before_last, may_save)))
             continue
         # Its first forward's backward runs last, beside what all later ones left behind, but with less saved.
-        grown = saved(own.before_last) - saved(own.before_first)
+        grown = _in_all(own.before_last, may_save) - _in_all(own.before_first, may_save)
         at_last = share.outside_bytes - (own.count - 1) * share.gradient_bytes
         outside = max(0, share.outside_bytes - grown, at_last) if own.count > 1 else 0
-        parts.append(Part(held_bytes + beside[index] + saved(own.before_last), may_save[index], outside))
+        parts.append(Part(held_bytes + beside[index] + _in_all(own.before_last, may_save), may_save[index], outside))
     return parts
 
 
-def _saved(counts: Sequence[int], shares: Sequence[Share]) -> int:
-    """What so many forwards of each graph saved when they were seen."""
-    return sum(count * share.saved_bytes for count, share in zip(counts, shares, strict=False))
+def _in_all(counts: Sequence[int], sizes_bytes: Sequence[int]) -> int:
+    """Bytes of so many forwards of each graph; of graphs that had not run yet there is no count."""
+    return sum(count * size for count, size in zip(counts, sizes_bytes, strict=False))

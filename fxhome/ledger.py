@@ -95,21 +95,19 @@ class Joint:
         self._calls = calls
         self._shares: list[Share] = []
 
-    def plan(self, held_bytes: int | None) -> bool:
-        """Give each graph its part, where `held_bytes` are held before the step; None: as it was seen.
-
-        Returns whether there was something to share: every graph must still be there.
+    def plan(self, held_bytes: int | None) -> None:
+        """Give each graph its part, where `held_bytes` are held before the step; None: as it was seen. Nothing where a
+        graph was gone, or not metered, before anything was known of it.
         """
         members = [graph() for graph in self._graphs]
         shares = self._shares or [member.share for member in members if member is not None]
         if len(shares) < len(members) or any(share is None for share in shares):
-            return False
+            return
         self._shares = shares
         parts = joint_parts(shares, self._calls, shares[0].entry_bytes if held_bytes is None else held_bytes)
         for member, part in zip(members, parts, strict=True):
             if member is not None:
                 member.join(part, self)
-        return True
 
     def begins_with(self, graph: ManagedGraph) -> bool:
         """Whether the step's first forward is one of `graph`."""

@@ -37,7 +37,7 @@ from fxhome.allocator_trace import (
 )
 from fxhome.block_layout import Layout, establish
 from fxhome.generated_code import HookError
-from fxhome.passes.lay_blocks import Laid, NoRoomError, Plugs
+from fxhome.passes.laid_step import Laid, NoRoomError, Plugs
 from fxhome.raw_allocator import Allocator
 from fxhome.scatter_watch import ScatterWatch
 from fxhome.units import format_bytes

@@ -15,6 +15,8 @@ from typing import Any
 
 import numba
 
+from fxhome.device import cache_directory
+
 _HERE = Path(__file__).parent
 _MARK = "fxhome.passes.compiled import"
 _IMPORTED = re.compile(r"^from fxhome\.passes\.([\w.]+) import", re.MULTILINE)
@@ -54,11 +56,11 @@ def version(root: Path) -> str:
 
 
 def _directory(given: str) -> Path:
-    """Below what $NUMBA_CACHE_DIR says, else beside this file, else in the user's cache."""
+    """Below what $NUMBA_CACHE_DIR says, else beside this file, else with what was measured."""
     here = _HERE / "__pycache__"
-    if not given and not os.access(here if here.is_dir() else _HERE, os.W_OK):
-        return Path("~/.cache/fxhome").expanduser() / f"compiled-{_VERSION}"
-    return (Path(given) if given else here) / f"compiled-{_VERSION}"
+    if not given:
+        given = str(here if os.access(here if here.is_dir() else _HERE, os.W_OK) else cache_directory())
+    return Path(given) / f"compiled-{_VERSION}"
 
 
 _VERSION = version(_HERE)

@@ -3,10 +3,10 @@
     a step (allocations and frees, each statement behind a hook) + what is mapped and in use at its start
         ->  for each hook, what to take before its statement, so that the whole step needs no more than is mapped
 
-An allocation takes the hole that fits best. Whatever fits better than the planned one is taken just before, and given
-back just behind; a spacer at the low end of a hole moves the allocation up. What is allocated where no hook stands goes
-where best fit puts it. The result is what the model of the allocator (best_fit.py) really does, plugs included: where
-a block cannot be sent to its place, the rest is packed again around the place that it gets.
+An allocation takes the hole that fits best. Whatever fits better than the planned one is taken just before, and held
+until its place is needed; a spacer at the low end of a hole moves the allocation up. What is allocated where no hook
+stands goes where best fit puts it. The result is what the model of the allocator (best_fit.py) really does, plugs
+included: where a block cannot be sent to its place, the rest is packed again around the place that it gets.
 """
 
 import contextlib
@@ -15,14 +15,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from fxhome.passes.allocator import PAGE_BYTES, whole_pages
 from fxhome.passes.extents import Extent, grown
 from fxhome.passes.holes import ENDLESS
-from fxhome.passes.laid_step import Laid, NoRoomError, Plugs, Statement, Used
+from fxhome.passes.laid_step import Laid, NoRoomError, Statement, Used
 from fxhome.passes.pack_blocks import Packing, most_alive
 from fxhome.passes.ranges import Ranges, total_bytes
 from fxhome.passes.steer_blocks import steer
 from fxhome.passes.step_lives import StepLives
 from fxhome.units import format_bytes
-
-__all__ = ["Laid", "NoRoomError", "Plugs", "lay", "lay_anew"]
 
 MAX_SEEDS = 6
 ENOUGH_SHARE = 0.02

@@ -1,6 +1,6 @@
 """What to take from a heap so that an allocation of best fit goes where it is to go.
 
-holes: A fits best, B is meant   ->   take A, allocate, give A back
+holes: A fits best, B is meant   ->   take A, allocate; A is held until its place is needed
 a place inside of hole B         ->   a spacer at its low end besides
 """
 
@@ -14,6 +14,7 @@ from fxhome.passes.laid_step import Event
 
 
 def is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
+    """Whether there is a hole in which plugs can send an allocation to `target`."""
     for size, start in heap.holes:
         if start <= target and target + size_bytes <= start + size:
             return target == start or target - start > SMALL_BYTES
@@ -21,7 +22,7 @@ def is_reachable(heap: Heap, target: int, size_bytes: int) -> bool:
 
 
 Plug = tuple[str, int]
-"""The key of a block in a heap that is a plug: its number among those that were held at once or are."""
+"""The key of a block in a heap that is a plug: its number among all of the step."""
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,11 @@ class Plugged:
     takes: tuple[tuple[Plug, int, int], ...]
     stand_ins: frozenset[int]
     is_clear: bool
+
+    @property
+    def held(self) -> dict[Plug, tuple[int, int]]:
+        """Those that are left taken, with their addresses and sizes in bytes."""
+        return {key: (address, size) for i, (key, size, address) in enumerate(self.takes) if i not in self.stand_ins}
 
 
 def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, during_bytes: int, first: int) -> Plugged:

@@ -92,12 +92,11 @@ class _Steering:
                 self._place_elsewhere(event.block, number)
         plugged = self._sent(made, before_bytes, peak_bytes)
         if not plugged.is_clear and self.held:
-            for i in reversed(range(len(plugged.takes))):
-                if i not in plugged.stand_ins:
-                    self.heap.give(plugged.takes[i][0])
+            for key in plugged.held:
+                self.heap.give(key)
             given += self._give_back(list(self.held))
             plugged = self._sent(made, before_bytes, peak_bytes)
-        self.held |= {key: (a, size) for i, (key, size, a) in enumerate(plugged.takes) if i not in plugged.stand_ins}
+        self.held |= plugged.held
         self.taken += len(plugged.takes)
         if given or plugged.takes:
             takes = tuple((size, address) for _, size, address in plugged.takes)

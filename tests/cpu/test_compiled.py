@@ -77,3 +77,13 @@ def test_a_caller_does_not_go_on_with_an_old_callee(
 def test_what_users_compile_stays_where_it_was() -> None:
     assert "compiled-" not in numba.config.CACHE_DIR
     assert "compiled-" in run_program.stats.cache_path
+
+
+def test_where_the_package_cannot_be_written_it_is_kept_with_what_was_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path))
+    assert compiled._directory("").parent.name == "__pycache__"
+    monkeypatch.setattr(compiled.os, "access", lambda *_: False)
+    assert compiled._directory("").parent == tmp_path
+    assert compiled._directory("/given").parent == Path("/given")
