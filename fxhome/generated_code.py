@@ -18,7 +18,7 @@ import ast
 import functools
 import re
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,10 +69,13 @@ def generated(compiled: Any) -> tuple[Callable[..., Any], Callable[[Callable[...
     return call, functools.partial(setattr, compiled, "current_callable")
 
 
-def hook(call: Callable[..., Any], at: Hook, first: int) -> tuple[Callable[..., Any], int]:
+def hook(
+    call: Callable[..., Any], at: Hook, first: int, only: Container[int] | None = None
+) -> tuple[Callable[..., Any], int]:
     """The callable that Inductor made, with hooks numbered from `first`; and the number behind the last one.
 
-    `at` gets the number of a hook; each is met at most once per call, the last one before the function returns.
+    `at` gets the number of a hook; each is met at most once per call, the last one before the function returns. Of
+    those that are not among `only` (None: all are) nothing but the number is left.
     Raises HookError where `call` is neither a function nor a Runner's method, or its source is not to be had.
     """
     function = getattr(call, "__func__", call)
@@ -84,15 +87,17 @@ def hook(call: Callable[..., Any], at: Hook, first: int) -> tuple[Callable[..., 
     for partition in partitions:
         if not isinstance(partition, types.FunctionType):
             raise HookError(f"a partition of generated code is a {type(partition).__name__}; expected a function")
-        rewritten, first = _rewritten(partition, at, first)
+        rewritten, first = _rewritten(partition, at, first, only)
         hooked.append(rewritten)
-    rewritten, first = _rewritten(function, at, first)
+    rewritten, first = _rewritten(function, at, first, only)
     if runner is None:
         return rewritten, first
     return types.MethodType(rewritten, type(runner)(hooked)), first
 
 
-def _rewritten(function: types.FunctionType, at: Hook, first: int) -> tuple[types.FunctionType, int]:
+def _rewritten(
+    function: types.FunctionType, at: Hook, first: int, only: Container[int] | None
+) -> tuple[types.FunctionType, int]:
     path = function.__code__.co_filename
     try:
         tree = ast.parse(Path(path).read_text(encoding="utf-8"))
@@ -108,7 +113,7 @@ def _rewritten(function: types.FunctionType, at: Hook, first: int) -> tuple[type
     if len(found) != 1:
         raise HookError(f"{path} has no function {function.__name__} at line {function.__code__.co_firstlineno}")
     definition = found[0]
-    definition.body, behind = _with_hooks(definition.body, first)
+    definition.body, behind = _with_hooks(definition.body, first, only)
     make = ast.FunctionDef(
         name=_MAKE,
         args=ast.arguments(
@@ -126,14 +131,15 @@ def _rewritten(function: types.FunctionType, at: Hook, first: int) -> tuple[type
     return rewritten, behind
 
 
-def _with_hooks(body: Sequence[ast.stmt], first: int) -> tuple[list[ast.stmt], int]:
+def _with_hooks(body: Sequence[ast.stmt], first: int, only: Container[int] | None) -> tuple[list[ast.stmt], int]:
     found: list[ast.stmt] = []
     for statement in body:
         if isinstance(statement, ast.With):
-            statement.body, first = _with_hooks(statement.body, first)
+            statement.body, first = _with_hooks(statement.body, first, only)
         elif isinstance(statement, ast.Return) or may_allocate(statement):
-            call = ast.Call(func=ast.Name(id=_AT, ctx=ast.Load()), args=[ast.Constant(value=first)], keywords=[])
-            found.append(ast.copy_location(ast.Expr(value=call), statement))
+            if only is None or first in only:
+                call = ast.Call(func=ast.Name(id=_AT, ctx=ast.Load()), args=[ast.Constant(value=first)], keywords=[])
+                found.append(ast.copy_location(ast.Expr(value=call), statement))
             first += 1
         found.append(statement)
     return found, first

@@ -5,7 +5,7 @@ host in them (host_timer.py).
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch.fx.graph_module import GraphModule
@@ -68,9 +68,9 @@ def place_blocks(
     ahead, back = compiled.insides
     forward, backward = ahead.call, back.call
 
-    def hooked(at: Callable[[int], None]) -> Calls:
-        hooked_forward, behind = hook(forward, at, 0)
-        hooked_backward, behind = hook(backward, at, behind)
+    def hooked(at: Callable[[int], None], only: Container[int] | None) -> Calls:
+        hooked_forward, behind = hook(forward, at, 0, only)
+        hooked_backward, behind = hook(backward, at, behind, only)
         return Calls(hooked_forward, hooked_backward, behind)
 
     blocks = PlacedBlocks(allocator, Calls(forward, backward), hooked, limit_bytes=limit_bytes, is_expected=is_expected)

@@ -2,7 +2,8 @@
 
     call 1      metered (the plan is not settled before it is over)
     call 2      may still tune what it calls
-    from 3 on   timed, until SAMPLES count or MAX_CALLS were seen; then nothing is timed any more
+    from 3 on   timed, until SAMPLES count or MAX_CALLS were seen; then nothing is timed any more. A side that can never
+                count is not waited for, and one that never did for PATIENCE calls only where the other has not enough
 
 Nothing waits for the device. Where the device is behind, the host may have to wait for it: launches are put into a
 queue that holds about a thousand. Such a time says nothing of the host, and steps cannot be told by their length (a
@@ -33,6 +34,7 @@ FORWARD, BACKWARD = range(2)
 SKIPPED_CALLS = 1
 SAMPLES = 4
 MAX_CALLS = 100
+PATIENCE = 12
 QUEUE_LAUNCHES = 800
 """What surely fits into a queue of 1,024, with room for what others launch between a forward and its backward."""
 
@@ -117,7 +119,10 @@ class HostTimer:
         return all(self._is_enough(side) for side in (FORWARD, BACKWARD))
 
     def _is_enough(self, side: int) -> bool:
-        return len(self._times_us[side]) >= SAMPLES or self._calls[side] >= MAX_CALLS
+        seen, calls = len(self._times_us[side]), self._calls[side]
+        if seen >= SAMPLES or calls >= MAX_CALLS or self._launches[side] > QUEUE_LAUNCHES:
+            return True
+        return not seen and calls >= PATIENCE and len(self._times_us[1 - side]) >= SAMPLES
 
     def finish(self) -> tuple[float | None, float | None] | None:
         """Us inside the forward and inside the backward, None for what could not be told; the first time that it is

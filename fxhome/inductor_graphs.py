@@ -27,6 +27,7 @@ from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import rewrite
 from fxhome.passes.planned import Planned
 from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
+from fxhome.passes.reused_buffers import buffers_used_again
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import copy_dynamo_module
 from fxhome.passes.whole_concatenations import concatenations_kept_whole
@@ -122,9 +123,10 @@ def lower(
     with torch._functorch.config.patch(force_non_lazy_backward_lowering=check is not None):
         if not planned_here:
             return _compile_fx(gm, example_inputs, patches, **extra)
-        whole = check is not None and check.keeps_concatenations_whole
-        joined = concatenations_kept_whole() if whole else contextlib.nullcontext()
-        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept(), joined:
+        assert check is not None, "a plan is checked"
+        joined = concatenations_kept_whole() if check.keeps_concatenations_whole else contextlib.nullcontext()
+        kept = buffers_used_again(check)
+        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept(), joined, kept:
             return _compile_fx(gm, example_inputs, patches, **extra)
 
 
@@ -147,11 +149,10 @@ def patches_of(planned: Planned) -> dict[str, Any]:
         return {}
     # Inductor would order kernels for its own estimate of the peak, behind the check: what runs is the order that was
     # checked.
-    # A buffer kept for a later one of its size is memory that nothing in the plan knows of; the allocator's own cache
-    # serves as well.
     # Nor does a plan know of convolutions in another layout than its graph's: of their copies and their workspace. What
     # Inductor would choose is in that graph already (passes/channels_last.py).
-    return {"reorder_for_peak_memory": False, "allow_buffer_reuse": False, "layout_optimization": False}
+    # Which buffers are kept for later ones is for passes/reused_buffers.py to say.
+    return {"reorder_for_peak_memory": False, "allow_buffer_reuse": True, "layout_optimization": False}
 
 
 class _Partitioner(CustomPartitionerFn):

@@ -7,7 +7,8 @@
     steering   packed: plugs before statements, held as long as nobody needs their place, while steps start alike
     off        left to the allocator
 
-The calls with hooks are made and run only from recording on: all other steps run what Inductor made.
+The calls with hooks are made and run only from recording on: all other steps run what Inductor made, and those that
+are steered have hooks only where there is something to do.
 Nothing but the places of blocks changes: a plug is never written to. A step that is not what was recorded (an address
 that is not the planned one, an exception, a forward without its backward) is left alone from there on. What the
 allocator's counters call allocated holds the plugs as well: there are never more of them than the budget has room for.
@@ -20,7 +21,7 @@ import itertools
 import logging
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
@@ -99,7 +100,8 @@ class Calls:
 class PlacedBlocks:
     """Steers the steps of one compiled plan. `forward` and `backward` stand for those that Inductor made.
 
-    plain: what Inductor made. hook: makes the same with hooks that call what it is given; raises HookError.
+    plain: what Inductor made. hook: makes the same with hooks that call what it is given, those of the given numbers
+    or (None) all; raises HookError.
     limit_bytes: what may be reserved before a step counts as scattered. is_expected: more was predicted.
     `is_settled` tells when steps may be recorded; `spare_bytes` by how much plugs may raise what is allocated at the
     worst moment of a step; `tell` gets one line that says what came of it.
@@ -109,7 +111,7 @@ class PlacedBlocks:
         self,
         allocator: Allocator,
         plain: Calls,
-        hook: Callable[[Callable[[int], None]], Calls],
+        hook: Callable[[Callable[[int], None], Container[int] | None], Calls],
         *,
         limit_bytes: int,
         is_expected: bool,
@@ -125,10 +127,13 @@ class PlacedBlocks:
         self._plain = self._calls = plain
         self._hook = hook
         self._hooked: Calls | None = None
+        self._steered: Calls | None = None
+        self._steered_at: frozenset[int] = frozenset()
+        self._steered_by: Mapping[int, Plugs] = {}
         self._mode = _Mode.WAITING if is_expected else _Mode.WATCHING
         self._seen: str | None = None
         self._phase = _Phase.IDLE
-        self._table: list[Plugs | None] | None = None
+        self._table: Mapping[int, Plugs] | None = None
         self._held: set[int] = set()
         self._marks: list[int | None] | None = None
         self._begins: list[int] = []
@@ -156,6 +161,11 @@ class PlacedBlocks:
         return self._hooked.hooks if self._hooked is not None else 0
 
     @property
+    def _first(self) -> int:
+        """The number of this part's first hook in a step of several parts."""
+        return self._part * self.hooks
+
+    @property
     def is_recording(self) -> bool:
         """Whether this step's allocations are recorded, or those of one that is looked at when the next one begins."""
         return self._mode is _Mode.RECORDING
@@ -166,11 +176,11 @@ class PlacedBlocks:
         """Before a statement that may allocate."""
         table = self._table
         if table is not None:
-            plugs = table[hook]
+            plugs = table.get(self._first + hook)
             if plugs is not None:
                 self._plug(plugs)
         elif self._marks is not None:
-            self._mark(self._part * self.hooks + hook)
+            self._mark(self._first + hook)
 
     def _mark(self, hook: int | None) -> None:
         assert self._marks is not None
@@ -280,8 +290,8 @@ class PlacedBlocks:
             # Steps run as well without: a mistake in here must not end a training.
             log.exception("fxhome: laying blocks failed")
             self._give_up(f"{type(error).__name__}: {error}")
-        is_hooked = self._mode in (_Mode.RECORDING, _Mode.STEERING)
-        self._calls = self._hooked if is_hooked and self._hooked is not None else self._plain
+        calls = {_Mode.RECORDING: self._hooked, _Mode.STEERING: self._steered}.get(self._mode)
+        self._calls = calls if calls is not None else self._plain
 
     def _is_ready(self) -> bool:
         return self._steps >= SETTLED_STEPS and not _is_paused and self.is_settled()
@@ -307,7 +317,7 @@ class PlacedBlocks:
             self._give_up("its steps do not repeat themselves")
             return
         if self._hooked is None:
-            self._hooked = self._hook(self.at)
+            self._hooked = self._hook(self.at, None)
         _owner = weakref.ref(self)
         self._recordings += 1
         self._stream = self.allocator.stream()
@@ -400,8 +410,13 @@ class PlacedBlocks:
                 layout = self._restored(layout)
             self.laid = layout.laid(self._state)
         assert self.laid is not None
-        first = self._part * self.hooks
-        self._table = [self.laid.plugs.get(hook) for hook in range(first, first + self.hooks)]
+        self._table = self.laid.plugs
+        if self._steered is None or self._table is not self._steered_by:
+            # Layouts that take turns share one pair of calls: compiling them takes as long as many steps.
+            self._steered_by = self._table
+            wanted = self._steered_at.union(place % self.hooks for place in self._table)
+            if self._steered is None or wanted != self._steered_at:
+                self._steered, self._steered_at = self._hook(self.at, wanted), wanted
 
     def _restored(self, layout: Layout) -> Layout:
         """Someone gave memory back, or took more: start again from what the layout started from."""

@@ -15,6 +15,7 @@ from fxhome.passes import (
     lowered_buffers,
     mix_order,
     recorded_layouts,
+    reused_buffers,
     transfer_order,
     unfuse,
     whole_concatenations,
@@ -24,6 +25,7 @@ from fxhome.passes.capped_allocator import least_cap
 from fxhome.passes.fit_peak import fit
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.pack_blocks import packed_bytes
+from fxhome.passes.reused_buffers import Room
 from fxhome.passes.transfer_order import place_transfers, transfer_of
 from fxhome.placement import Instruction
 
@@ -96,6 +98,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         self.stops_scattered = stops_scattered
         self.only_measures = only_measures
         self.keeps_concatenations_whole = keeps_concatenations_whole
+        self.room: Room | None = None  # in the graph lowered last
         self.has_parts = False  # whether the graph lowered last has a concatenation that is allocated with a part
         self.limits = (forward_limit_bytes, backward_limit_bytes)
         self.reserved_limit_bytes = reserved_limit_bytes
@@ -114,6 +117,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
         if self.has_transfers and not self.only_measures and (names := laid_out_otherwise(nodes)):
             raise LayoutError(names)
+        self.room = None
         buffers = LoweredBuffers(nodes, self.workspace)
         self.has_parts = bool(buffers.whole_of)
         limit = self.limits[1 if V.graph.is_backward else 0]
@@ -129,6 +133,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         else:
             self.forward = peak
         self.order = [_label(node) for node in nodes]
+        self.room = Room(buffers.curve(nodes)[0], V.graph)
         self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         if self.only_measures:
             raise MeasuredError
@@ -171,6 +176,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             in_place.__file__,
             mix_order.__file__,
             recorded_layouts.__file__,
+            reused_buffers.__file__,
             unfuse.__file__,
             whole_concatenations.__file__,
         )

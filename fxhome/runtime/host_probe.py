@@ -240,7 +240,7 @@ def in_turns(device: torch.device, works: Sequence[Callable[[], object]], inner:
 
 
 def _compiled(module: nn.Module, inner: str) -> Callable[..., Any]:
-    # Planned graphs are compiled so that no buffer is used again.
+    # In planned graphs few buffers of a kernel's own size are used again.
     options: Any = {"allow_buffer_reuse": False} if inner == "inductor" else None
     return torch.compile(module, backend=inner, options=options, dynamic=False)
 

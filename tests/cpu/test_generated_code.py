@@ -97,6 +97,12 @@ def test_partitions_and_blocks_under_with_are_hooked_and_the_module_stays(tmp_pa
     assert behind == 14
     assert module == before
     met.clear()
+    thinned, behind = hook(module["call"], met.append, 10, only={10, 13})
+    assert thinned(["a"]) == ("b", "c")
+    assert met == ["c", 10, "b", 13]
+    assert behind == 14
+    assert module == before
+    met.clear()
     assert module["call"](["a"]) == ("b", "c")
     assert met == ["c", "b"]
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from fxhome.host_timer import BACKWARD, FORWARD, MAX_CALLS, QUEUE_LAUNCHES, SAMPLES, SKIPPED_CALLS, HostTimer
+from fxhome.host_timer import BACKWARD, FORWARD, MAX_CALLS, PATIENCE, QUEUE_LAUNCHES, SAMPLES, SKIPPED_CALLS, HostTimer
 from tests.host_tools import Machine
 
 
@@ -96,6 +96,27 @@ def test_a_backward_that_begins_on_an_idle_device_counts_by_itself() -> None:
     timer = timer_on(machine, (QUEUE_LAUNCHES + 1, QUEUE_LAUNCHES))
     steps(timer, machine, 1000.0, 2000.0, MAX_CALLS)
     assert timer.finish() == (None, pytest.approx(2000.0))
+
+
+def test_a_side_that_can_never_count_is_not_waited_for() -> None:
+    machine = Machine()
+    timer = timer_on(machine, (100, QUEUE_LAUNCHES + 1))
+    steps(timer, machine, 1000.0, 2000.0, SKIPPED_CALLS + SAMPLES)
+    assert timer.finish() == (pytest.approx(1000.0), None)
+    assert timer_on(machine, (QUEUE_LAUNCHES + 1, QUEUE_LAUNCHES + 1)).finish() == (None, None)
+
+
+def test_a_side_that_never_counted_is_soon_given_up_where_the_other_is_known() -> None:
+    machine = Machine()
+    timer = timer_on(machine, (400, QUEUE_LAUNCHES - 300))
+    for call in range(1, PATIENCE + 1):
+        assert timer.finish() is None
+        machine.idle = True
+        timer.timed(machine.work(1000.0), FORWARD)([])
+        machine.idle = False
+        timer.timed(machine.work(2000.0), BACKWARD)([])
+        assert timer.is_complete is (call == PATIENCE)
+    assert timer.finish() == (pytest.approx(1000.0), None)
 
 
 def test_a_call_that_asked_the_driver_for_memory_does_not_count() -> None:

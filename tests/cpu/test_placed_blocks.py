@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -55,6 +55,7 @@ class Loop:
     is_expected: bool = True
     limit_bytes: int = 1 << 40
     hooked_calls: int = 0
+    hooks_met: int = 0
 
     def __post_init__(self) -> None:
         self.blocks = PlacedBlocks(
@@ -74,12 +75,19 @@ class Loop:
             behind + len(self.backward) + 1,
         )
 
-    def _hooked(self, at: Callable[[int], None]) -> Calls:
-        def counted(number: int) -> None:
-            self.hooked_calls += number == 0
-            at(number)
+    def _hooked(self, at: Callable[[int], None], only: Container[int] | None) -> Calls:
+        def thinned(number: int) -> None:
+            if only is None or number in only:
+                self.hooks_met += 1
+                at(number)
 
-        return self._calls(counted)
+        calls = self._calls(thinned)
+
+        def counted(args: Any) -> Any:
+            self.hooked_calls += 1
+            return calls.forward(args)
+
+        return Calls(counted, calls.backward, calls.hooks)
 
     def do(self, statement: Statement) -> None:
         for name, mib in statement:
@@ -138,6 +146,18 @@ def test_a_scattered_step_takes_what_it_needs_once_it_is_laid() -> None:
     assert loop.blocks.laid.mapped_bytes == loop.allocator.reserved
     assert (loop.blocks.failures, loop.blocks.steered_steps) == (0, 3)
     assert loop.notes == ["blocks are laid: the allocator takes 180.00 MiB for large ones; it took 260.00 MiB"]
+
+
+def test_steered_steps_meet_no_hook_but_those_with_something_to_do() -> None:
+    loop = scattered()
+    loop.steps(WARM)
+    assert loop.blocks.laid is not None
+    busy = set(loop.blocks.laid.plugs)
+    assert 0 < len(busy) < loop.blocks.hooks
+    loop.hooks_met = 0
+    loop.steps(3)
+    assert loop.hooks_met == 3 * len(busy)
+    assert loop.blocks.failures == 0
 
 
 def test_under_a_cap_nothing_is_given_back_any_more() -> None:
