@@ -10,7 +10,7 @@ NEAR_KERNELS; small ones come from a pool of their own.
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from typing import Any, Protocol
 
 from fxhome.passes.allocator import SMALL_BYTES
@@ -22,17 +22,22 @@ NEAR_KERNELS = 4
 class Room:
     """What every kernel of a lowered graph leaves below the worst one.
 
-    curve: bytes alive while each of them runs. graph: Inductor's, which they belong to.
+    curve: bytes alive while each of them runs. graph: Inductor's, which they belong to. names: the buffers that were
+    counted. Others are not on the device (a copy on its way back from the host may still read what is dead there) or
+    not of their own.
     """
 
-    def __init__(self, curve: Sequence[int], graph: Any = None) -> None:
+    def __init__(self, curve: Sequence[int], graph: Any = None, names: Container[str] = ()) -> None:
         self._alive = list(curve)
         self._most = max(curve, default=0)
         self._graph = graph
+        self._names = names
 
-    def is_of(self, graph: Any) -> bool:
-        """Whether the kernels of a graph are those that were counted: the scheduler may have joined or split some."""
-        return graph is self._graph and len(graph.scheduler.nodes) == len(self._alive)
+    def knows(self, graph: Any, *buffers: Any) -> bool:
+        """Whether these were counted, and the kernels are still those that were: a scheduler may join or split some."""
+        if graph is not self._graph or len(graph.scheduler.nodes) != len(self._alive):
+            return False
+        return all(buffer.get_name() in self._names for buffer in buffers)
 
     def keep(self, size_bytes: int, freed_behind: int, wanted_by: int) -> bool:
         """Keep a buffer alive between two kernels (their numbers), if there is room; False, and nothing is kept."""
@@ -65,7 +70,7 @@ def buffers_used_again(of: HasRoom) -> Iterator[None]:
     original = AllocateLine.should_reuse_buffer
 
     def is_kept(self: Any, free_line: Any, size: int) -> bool:
-        if of.room is None or not of.room.is_of(V.graph):
+        if of.room is None or not of.room.knows(V.graph, free_line.node, self.node):
             return False
         return of.room.keep(int(size), free_line.scheduler_node_index, self.scheduler_node_index)
 

@@ -12,8 +12,8 @@ from hypothesis import settings
 settings.register_profile("fxhome", deadline=None, derandomize=True, database=None)
 settings.load_profile("fxhome")
 
-# One process per core already (`pytest -n auto`): threads inside them wait for each other, operators that are timed then
-# take fifty times as long. Read when torch is imported.
+# One process per core already (`pytest -n auto`): threads inside them wait for each other, and operators that are timed
+# then take fifty times as long. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # Inductor's C++ without vector instructions: the same kernels and buffers for half of the compiler's time, and nothing

@@ -50,6 +50,7 @@ class Measured:
 
     has_room: bool = True
     room_everywhere: bool = False
+    knows_buffers: bool = True
     room: Room | None = None
     peak_bytes: int = 0
 
@@ -62,7 +63,7 @@ class Measured:
         counted = (
             [0, *curve] if not self.has_room else [0] * (len(curve) - 1) + [1 << 40] if self.room_everywhere else curve
         )
-        self.room = Room(counted, V.graph)
+        self.room = Room(counted, V.graph, buffers.by_name if self.knows_buffers else ())
         return nodes
 
     def uuid(self) -> None:
@@ -150,6 +151,11 @@ def test_nothing_is_kept_through_the_worst_moment() -> None:
 @pytest.mark.slow
 def test_where_the_kernels_are_others_than_those_counted_nothing_is_kept() -> None:
     assert "# reuse" not in code_of(chained, inputs(), Measured(has_room=False))
+
+
+@pytest.mark.slow
+def test_what_was_not_counted_is_not_kept() -> None:
+    assert "# reuse" not in code_of(chained, inputs(), Measured(knows_buffers=False))
 
 
 @pytest.mark.slow
