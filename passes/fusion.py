@@ -186,7 +186,7 @@ def virtual_nodes(
             continue
         count = 1 + sum(operators[source] for source in set(inputs))
         inlined = is_pointwise(node) or (operator_name(node) in _WINDOW_LOOPS and _ends_in_one_kernel(node, readers))
-        if inlined and node not in saved and _stays_inside(node, readers[node], read, count):
+        if inlined and node not in saved and _stays_inside(node, readers, read, count):
             virtual.add(node)
             sources[node] = read
             operators[node] = count
@@ -196,14 +196,33 @@ def virtual_nodes(
     return virtual
 
 
-def _stays_inside(node: fx.Node, readers: list[fx.Node], read: frozenset[fx.Node], operators: int) -> bool:
+def _stays_inside(
+    node: fx.Node, readers_of: Mapping[fx.Node, Sequence[fx.Node]], read: frozenset[fx.Node], operators: int
+) -> bool:
+    readers = readers_of[node]
     if not readers or not all(_inlines(reader, node) for reader in readers):
         return False
+    is_buffer = len(read) > MAX_READS or operators > MAX_OPERATORS
     if len(readers) == 1 and elements(node) == iterations(readers[0]) != 0:
-        return True
-    if len(read) > MAX_READS or operators > MAX_OPERATORS:
-        return False
-    return len(readers) == 1 or len(read) <= MAX_READS_SHARED
+        return not is_buffer or _meets_its_reader(elements(node), readers[0], readers_of)
+    return not is_buffer and (len(readers) == 1 or len(read) <= MAX_READS_SHARED)
+
+
+def _meets_its_reader(count: int, reader: fx.Node, readers_of: Mapping[fx.Node, Sequence[fx.Node]]) -> bool:
+    """Whether a result of `count` elements that is a buffer by itself, for it is made of too much, ends up in one
+    kernel with its only reader: over the same elements. The gradient of a joined and normalized image does not: what
+    reads it is computed again in each part's kernel, over that part.
+    """
+    while not is_reduction(reader):
+        behind = readers_of[reader]
+        if not behind or not all(_inlines(other, reader) for other in behind):
+            return True  # it is written itself
+        if any(iterations(other) != count for other in behind):
+            return False
+        if len(behind) > 1:
+            return True
+        (reader,) = behind
+    return True
 
 
 def _ends_in_one_kernel(node: fx.Node, readers: Mapping[fx.Node, Sequence[fx.Node]]) -> bool:

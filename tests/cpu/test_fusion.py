@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import pytest
 import torch
 from torch import fx
 
@@ -91,6 +92,45 @@ def test_too_many_reads_end_a_fusion_with_several_readers_or_another_loop() -> N
     # One reader over the same elements is in the same kernel, one over more elements would repeat the work.
     assert written(summed(many, (8, 8), aten.sum.default)) == 0
     assert written(summed(many, (8, 8), aten.mul.Tensor)) == 1
+
+
+def joined(count: int, parts: int, *, as_product: bool = False) -> list[fx.Node]:
+    """A sum of `count` tensors, converted by its only reader, which is read in `parts` parts or as a whole."""
+
+    def build(graph: fx.Graph, x: list[fx.Node]) -> None:
+        total = graph.call_function(aten.sin.default, (x[0],))
+        for other in x[1:]:
+            total = graph.call_function(aten.add.Tensor, (total, other))
+        converted = graph.call_function(torch.ops.prims.convert_element_type.default, (total, torch.bfloat16))
+        for part in range(parts):
+            piece = graph.call_function(aten.slice.Tensor, (converted, 0, part * 8 // parts, (part + 1) * 8 // parts))
+            graph.call_function(aten.mm.default if as_product else aten.relu.default, (piece,))
+
+    nodes = graph_of(build, count)
+    for node in nodes:
+        rows = 8 // parts if node.target in (aten.slice.Tensor, aten.relu.default, aten.mm.default) else 8
+        node.meta["val"] = torch.empty(rows, 8, device="meta")
+    return nodes
+
+
+@pytest.mark.parametrize(
+    ("count", "parts", "as_product", "written"),
+    [
+        (MAX_READS + 4, 2, False, {"aten::add"}),  # each part's kernel converts what is there
+        (MAX_READS + 4, 1, False, set()),  # one kernel
+        (MAX_READS + 4, 2, True, {"prims::convert_element_type"}),  # converted in the kernel that sums up
+        (4, 2, False, set()),  # summed up again in each part's kernel
+    ],
+)
+def test_what_is_made_of_much_and_read_in_parts_is_written(
+    count: int, parts: int, as_product: bool, written: set[str]
+) -> None:
+    nodes = joined(count, parts, as_product=as_product)
+    views = {node for node in nodes if node.target is aten.slice.Tensor}
+    virtual = virtual_nodes(nodes, views)
+    found = [node for node in nodes if is_pointwise(node) and node not in virtual and node.users]
+    assert {operator_name(node) for node in found} == written
+    assert len(found) == len(written)
 
 
 def test_a_window_is_inlined_only_where_that_ends_in_one_kernel() -> None:
