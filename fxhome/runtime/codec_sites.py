@@ -47,12 +47,20 @@ class Note(NamedTuple):
     word: ctypes.c_uint32
 
 
-@dataclasses.dataclass
 class _Board:
-    """Page-locked words that devices write and the host reads, `taken` of them given out."""
+    """Words of the host that a device writes and the host reads, `taken` of them given out; page-locked if `pinned`.
 
-    words: torch.Tensor
-    taken: int = 0
+    Page-locked ones are a tensor's. Those of a CPU are not: it would be counted as the device's memory there.
+    """
+
+    def __init__(self, *, pinned: bool) -> None:
+        self._words = (
+            torch.zeros(_BOARD_WORDS, dtype=torch.int32, pin_memory=True)
+            if pinned
+            else (ctypes.c_uint32 * _BOARD_WORDS)()
+        )
+        self.address = self._words.data_ptr() if isinstance(self._words, torch.Tensor) else ctypes.addressof(self._words)
+        self.taken = 0
 
 
 class CodecSite:
@@ -164,9 +172,9 @@ def _new_note(pinned: bool) -> Note:
     """A fresh word of a board. Boards are never freed: a kernel of a forgotten site may still write there."""
     boards = _boards[pinned]
     if not boards or boards[-1].taken == _BOARD_WORDS:
-        boards.append(_Board(torch.zeros(_BOARD_WORDS, dtype=torch.int32, pin_memory=pinned)))
+        boards.append(_Board(pinned=pinned))
     board = boards[-1]
-    address = board.words.data_ptr() + 4 * board.taken
+    address = board.address + 4 * board.taken
     board.taken += 1
     return Note(address, ctypes.c_uint32.from_address(address))
 
