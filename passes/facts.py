@@ -28,6 +28,13 @@ from fxhome.passes.takers import find_takers
 
 CUDA_ROUNDING_BYTES = 512
 
+_PUT_TOGETHER = frozenset(
+    {
+        torch.ops.aten._sparse_coo_tensor_with_dims_and_tensors,
+        torch.ops.aten._sparse_coo_tensor_unsafe,
+    }
+)
+
 
 @dataclass(frozen=True)
 class StorageFacts:
@@ -89,6 +96,16 @@ def storage_key(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return None
     return int(value.untyped_storage()._cdata)
+
+
+def is_put_together(node: fx.Node) -> bool:
+    """Whether `node` is a sparse tensor that has no bytes but those of its operands, which it holds: as a view does."""
+    return getattr(node.target, "overloadpacket", None) in _PUT_TOGETHER
+
+
+def held_nodes(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose storages live as long as the result of `node`: itself, or what it is put together from."""
+    return node.all_input_nodes if is_put_together(node) else [node]
 
 
 def storage_nbytes(value: torch.Tensor) -> int:
@@ -188,13 +205,13 @@ def extract_facts(
             continue
         if isinstance(value, torch.Tensor):
             key = storage_key(value)
-            if key is None:
+            if key is None and not (is_put_together(node) and sides[node] == "backward"):
                 raise UnsupportedGraphError(
-                    f"facts: node '{node.name}' ({node.target}) makes a {value.layout} tensor, whose bytes are "
-                    "unknown; "
-                    "keep sparse tensors outside the compiled region"
+                    f"facts: node '{node.name}' ({node.target}){_made_at(node)} makes a {value.layout} tensor, whose "
+                    "bytes are unknown; keep sparse tensors outside the compiled region (torch.compiler.disable); the "
+                    "gradient of nn.Embedding(sparse=True) is taken where the layer is used once in a graph"
                 )
-            if key in foreign or key in owner_of:
+            if key is None or key in foreign or key in owner_of:
                 kinds[i] = ALIAS
             else:
                 owner_of[key] = new_storage(value, i, i)
@@ -233,7 +250,8 @@ def extract_facts(
     forward_outputs = [index[node] for node in outputs[:num_fwd_outputs] if node is not None]
     backward_outputs = [index[node] for node in outputs[num_fwd_outputs:] if node is not None]
     output_keys = {storage_key(nodes[i].meta.get("val")) for i in forward_outputs}
-    gradient_keys = {storage_key(nodes[i].meta.get("val")) for i in backward_outputs}
+    gradients = [part for i in backward_outputs for part in held_nodes(nodes[i])]
+    gradient_keys = {storage_key(node.meta.get("val")) for node in gradients}
     read_by_backward = _readable_by_backward(nodes, index, phase)
     result: list[StorageFacts] = []
     for facts in storages:
@@ -358,9 +376,19 @@ def source_line(node: fx.Node) -> str:
     )
 
 
+def _made_at(node: fx.Node) -> str:
+    """Where the user's code made `node`, as part of a sentence."""
+    return "".join(
+        f" {word} {found}" for word, found in (("of", module_path(node)), ("at", source_line(node))) if found
+    )
+
+
 def _describe(value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        size, stride = tuple(map(int, value.shape)), tuple(map(int, value.stride()))
+        size = tuple(map(int, value.shape))
+        if value.layout is not torch.strided:
+            return f"{value.dtype}{size}{value.layout}{value.device.type}"
+        stride = tuple(map(int, value.stride()))
         return f"{value.dtype}{size}{stride}{value.device.type}"
     if isinstance(value, tuple | list):
         return "(" + ",".join(_describe(leaf) for leaf in value) + ")"

@@ -14,7 +14,7 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from fxhome.passes.capture import is_tangent
-from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
+from fxhome.passes.facts import allocated_bytes, is_put_together, storage_key, storage_nbytes
 from fxhome.runtime import ops
 
 Instance = int
@@ -155,6 +155,8 @@ class _Walk:
         inherited: dict[int, Instance] = {}
         for source in node.all_input_nodes:
             inherited.update(self.instances[source])
+        if is_put_together(node):
+            return inherited
         table: dict[int, Instance] = {}
         for key, size in _storages(node, self.device_type, self.planned_for):
             if node.op == "get_attr":

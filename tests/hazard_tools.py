@@ -92,6 +92,8 @@ all_modes = pytest.mark.parametrize("mode", [SWAP, REBUILD, BOTH], ids=str)
 
 def as_bytes(tensor: torch.Tensor) -> bytes:
     """Values and strides of a tensor; no tensor is kept."""
+    if tensor.layout is torch.sparse_coo:
+        return as_bytes(tensor._indices()) + as_bytes(tensor._values())
     flat = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
     content = flat.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
     return f"{tensor.dtype}{tuple(tensor.shape)}{tensor.stride()}".encode() + content

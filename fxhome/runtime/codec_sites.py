@@ -59,7 +59,9 @@ class _Board:
             if pinned
             else (ctypes.c_uint32 * _BOARD_WORDS)()
         )
-        self.address = self._words.data_ptr() if isinstance(self._words, torch.Tensor) else ctypes.addressof(self._words)
+        self.address = (
+            self._words.data_ptr() if isinstance(self._words, torch.Tensor) else ctypes.addressof(self._words)
+        )
         self.taken = 0
 
 

@@ -108,9 +108,9 @@ def resident_tensors() -> list[torch.Tensor]:
     """
     by_storage: dict[int, torch.Tensor] = {}
     for tensor in _live_tensors():
-        for candidate in (tensor, _gradient(tensor)):
-            storage = None if candidate is None else _cpu_storage(candidate)
-            if candidate is not None and storage is not None and not host_pool().owns(storage.data_ptr()):
+        for candidate in (*_parts(tensor), *_parts(_gradient(tensor))):
+            storage = _cpu_storage(candidate)
+            if storage is not None and not host_pool().owns(storage.data_ptr()):
                 by_storage.setdefault(storage._cdata, candidate)
     return list(by_storage.values())
 
@@ -158,6 +158,15 @@ def _cpu_storage(tensor: torch.Tensor) -> torch.UntypedStorage | None:
     except (NotImplementedError, RuntimeError):
         return None
     return storage
+
+
+def _parts(tensor: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
+    """The tensors in which the bytes of `tensor` lie: itself, or the indices and values of a sparse one."""
+    if tensor is None:
+        return ()
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    return (tensor,)
 
 
 def _gradient(tensor: torch.Tensor) -> torch.Tensor | None:

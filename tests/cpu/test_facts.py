@@ -158,6 +158,18 @@ def test_an_unknown_size_is_an_error() -> None:
         extract_facts(module, outputs)
 
 
+def test_a_sparse_gradient_that_is_a_sum_is_refused_with_its_layer_and_line() -> None:
+    """The sum of two sparse tensors has bytes that nothing says; one that is put together from tensors has theirs."""
+
+    def twice(weight: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+        rows = F.embedding(tokens, weight, sparse=True)
+        return (rows * F.embedding(tokens + 1, weight, sparse=True)).sum()
+
+    module, outputs = normalized(twice, torch.randn(16, 4, requires_grad=True), torch.arange(8))
+    with pytest.raises(UnsupportedGraphError, match=r"at .*test_facts\.py:\d+ makes a torch\.sparse_coo tensor"):
+        extract_facts(module, outputs)
+
+
 def test_nothing_is_changed_by_reading() -> None:
     module, outputs = joint_graph(chain, *chain_inputs())
     before = str(module.graph)

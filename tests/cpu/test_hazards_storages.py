@@ -163,6 +163,21 @@ class Zero(nn.Module):
         return x
 
 
+class SparseEmbedding(nn.Module):
+    """An embedding whose gradient is a sparse tensor: its indices, of an input, and its values, made by the backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(100, WIDTH, sparse=True)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return x
+
+
 def floats() -> torch.Tensor:
     return torch.randn(ROWS, WIDTH)
 
@@ -195,6 +210,7 @@ CASES = {
             (floats(), torch.randperm(ROWS), 0.5, 2, True, {"kind": "sum", "items": [floats(), 3]}, None),
         )
     ),
+    "a sparse gradient": Case(lambda: (SparseEmbedding(), (torch.randint(0, 100, (8, 64)),))),
     "empty tensors and scalars": Case(lambda: (Zero(), (floats(),))),
 }
 

@@ -176,3 +176,12 @@ def test_tensors_of_a_trace_are_passed_over() -> None:
     real = torch.zeros(KIB)
     assert live_storage_bytes(granule_bytes=1) - before == 4 * KIB
     assert real.numel() == KIB
+
+
+def test_a_sparse_gradient_is_resident_by_its_indices_and_values() -> None:
+    weight = torch.zeros(100, 8, requires_grad=True)
+    gc.collect()
+    before = live_storage_bytes(granule_bytes=1)
+    weight.grad = torch.sparse_coo_tensor(torch.arange(10)[None], torch.ones(10, 8), (100, 8), check_invariants=True)
+
+    assert live_storage_bytes(granule_bytes=1) - before == 10 * 8 + 10 * 8 * 4
