@@ -12,8 +12,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fxhome.cuda_kernels import codec_by_name
 from fxhome.runtime import codec_ops, codec_sites, ops
-from fxhome.runtime.meter import live_storage_bytes
 from fxhome.runtime.host_pool import host_pool
+from fxhome.runtime.meter import live_storage_bytes
 from fxhome.runtime.stand_in import CopyTiming, cpu_stand_in
 
 
@@ -127,7 +127,7 @@ def margins(vectors: list[int]) -> list[int]:
 
 
 def test_what_sites_note_down_is_no_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a CPU every live tensor counts: one that appears with the first encoded copy would break that step's promise."""
+    """On a CPU every live tensor counts: one made for the first encoded copy would break the promise of its step."""
     monkeypatch.setattr(codec_sites, "_boards", {False: [], True: []})
     before = live_storage_bytes(granule_bytes=1)
     codec_sites.add_site("site", "zvc", 1 << 24, 1 << 23)

@@ -164,7 +164,7 @@ class Zero(nn.Module):
 
 
 class SparseEmbedding(nn.Module):
-    """An embedding whose gradient is a sparse tensor: its indices, of an input, and its values, made by the backward."""
+    """An embedding whose gradient is a sparse tensor: an input's indices and values of the backward's."""
 
     def __init__(self) -> None:
         super().__init__()
