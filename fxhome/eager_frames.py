@@ -20,7 +20,7 @@ _told: set[CodeType] = set()
 
 
 def watch_frames() -> None:
-    """Watch Dynamo's compilations from now on; called again, it changes nothing. `torch._dynamo.reset()` ends it."""
+    """Watch Dynamo's compilations from now on; called again, it changes nothing."""
     at_end_of_compilation(_tell)
 
 

@@ -6,7 +6,7 @@ import importlib
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any
@@ -90,13 +90,34 @@ def frame_given_up() -> tuple[CodeType, Any, BaseException] | None:
 
 
 def at_end_of_compilation(callback: Callable[[object], None]) -> None:
-    """Have Dynamo call `callback` after every compilation, until `torch._dynamo.reset()`; twice is once."""
+    """Have Dynamo call `callback` after every compilation from now on; twice is once."""
     # A lock is held meanwhile that each compilation takes: Dynamo, which may be looking at every frame just then, must
     # not look at this one.
     unseen = _unseen(callback)
     handler = torch._dynamo.callback.callback_handler
-    if unseen not in handler.end_callbacks:
-        handler.register_end_callback(unseen)
+    if not isinstance(handler.end_callbacks, _LastingCallbacks):
+        handler.end_callbacks = _LastingCallbacks(handler.end_callbacks)
+    handler.end_callbacks.last(unseen)
+
+
+class _LastingCallbacks(list[Any]):
+    """Callbacks some of which stay when `torch._dynamo.reset()` clears them all: what is compiled next, before any
+    backend is asked, is to be seen as well.
+    """
+
+    def __init__(self, callbacks: Iterable[Any]) -> None:
+        super().__init__(callbacks)
+        self._lasting: list[Any] = []
+
+    def last(self, callback: Any) -> None:
+        """Add a callback that stays."""
+        if callback not in self._lasting:
+            self._lasting.append(callback)
+            self.append(callback)
+
+    def clear(self) -> None:
+        """Drop all others."""
+        self[:] = self._lasting
 
 
 @functools.cache

@@ -164,7 +164,8 @@ class _Builder:
     def saved(self, of: Int64) -> list[Int64]:
         """Columns of the three ways in which storages `of` may be saved."""
         at = np.where(of >= 0, self.index[of], -1)
-        return [np.where(at >= 0, columns[at], -1) for columns in (self.kept, self.swapped, self.encoded)]
+        # One entry more for those that are none of `storages`, of which there may be none at all.
+        return [np.append(columns, -1)[at] for columns in (self.kept, self.swapped, self.encoded)]
 
     def common(self) -> None:
         """Demand, and what of the forward runs at all."""

@@ -165,6 +165,13 @@ def test_a_generous_budget_is_bounded_by_the_compute() -> None:
     assert lower_bound(problem, peak).step_us == pytest.approx(step, rel=1e-3)
 
 
+def test_a_budget_beside_which_every_storage_is_tiny() -> None:
+    """Storages that take next to nothing of the budget are left out of the program: here none is left in it."""
+    problem, _ = residual(8)
+
+    assert lower_bound(problem, 1 << 50).step_us == pytest.approx(lower_bound(problem, 1 << 34).step_us, rel=1e-3)
+
+
 def test_a_budget_that_nothing_meets_is_infinitely_slow() -> None:
     problem, classes = chain(4)
     assert lower_bound(problem, 1000).step_us == float("inf")
