@@ -14,9 +14,11 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._pytree import tree_flatten, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from fxhome.errors import UnsupportedGraphError
+from fxhome.passes.origin import made_at
+from fxhome.passes.torch_compat import has_unbacked_symbols
 
 CLONE_PREFIX = "fxhome_before_"
 
@@ -90,6 +92,8 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     Raises UnsupportedGraphError where a node has no value that sizes can be taken from.
     """
     graph = module.graph
+    for node in graph.nodes:
+        _refuse_unknown_sizes(node)
     _specialise_symbols(graph)
     _one_getitem_per_result(graph)
     _clone_overwritten_inputs(graph)
@@ -185,6 +189,24 @@ def _shares_storage(value: Any, storages: dict[int, torch.Tensor]) -> bool:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
         return False
     return value.untyped_storage()._cdata in storages
+
+
+def _refuse_unknown_sizes(node: fx.Node) -> None:
+    """Raise UnsupportedGraphError where a recorded value, or a size of it, is no number before the step runs."""
+    for value in tree_leaves(node.meta.get("val")):
+        if isinstance(value, torch.SymInt) and value.node.is_nested_int():
+            raise UnsupportedGraphError(
+                "capture: the graph takes a nested (jagged) tensor, whose bytes no plan can know before the step; pad "
+                "it, or keep nested tensors outside the compiled region (torch.compiler.disable)"
+            )
+        if isinstance(value, torch.Tensor | torch.SymInt | torch.SymFloat | torch.SymBool) and has_unbacked_symbols(
+            value
+        ):
+            raise UnsupportedGraphError(
+                f"capture: node '{node.name}' ({node.target}){made_at(node)} has a size or a number that depends on "
+                "the data of each step, so no plan can know it; leave capture_dynamic_output_shape_ops and "
+                "capture_scalar_outputs of torch._dynamo.config off, so that the graph breaks there"
+            )
 
 
 def _specialise_symbols(graph: fx.Graph) -> None:

@@ -23,6 +23,7 @@ from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import joint_outputs, mutated_input
 from fxhome.passes.classify import checkpoint_policy, forward_required, recompute_refusal, split_sides
 from fxhome.passes.fusion import virtual_nodes
+from fxhome.passes.origin import made_at, module_path, source_line
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, GETITEM, INPUT, OWNER, VIRTUAL
 from fxhome.passes.takers import find_takers
 
@@ -207,7 +208,7 @@ def extract_facts(
             key = storage_key(value)
             if key is None and not (is_put_together(node) and sides[node] == "backward"):
                 raise UnsupportedGraphError(
-                    f"facts: node '{node.name}' ({node.target}){_made_at(node)} makes a {value.layout} tensor, whose "
+                    f"facts: node '{node.name}' ({node.target}){made_at(node)} makes a {value.layout} tensor, whose "
                     "bytes are unknown; keep sparse tensors outside the compiled region (torch.compiler.disable); the "
                     "gradient of nn.Embedding(sparse=True) is taken where the layer is used once in a graph"
                 )
@@ -351,36 +352,6 @@ def _readable_by_backward(nodes: list[fx.Node], index: dict[fx.Node, int], phase
         if original is not None:
             wanted[i] = True
     return wanted
-
-
-def module_path(node: fx.Node) -> str:
-    """Dotted path of the module that made `node`, or an empty string."""
-    stack = node.meta.get("nn_module_stack") or node.meta.get("fwd_nn_module_stack")
-    if not stack:
-        return ""
-    path = str(list(stack.values())[-1][0])
-    return path.replace("L['self'].", "").replace("L['self']", "").replace("self.", "")
-
-
-def source_line(node: fx.Node) -> str:
-    """`file:line` of the user's code that made `node`, or an empty string."""
-    trace = node.meta.get("stack_trace") or ""
-    lines = [line.strip() for line in trace.splitlines() if line.strip().startswith("File ")]
-    if not lines:
-        return ""
-    parts = lines[-1].split(", ")
-    return (
-        f"{parts[0].removeprefix('File ').strip(chr(34))}:{parts[1].removeprefix('line ')}"
-        if len(parts) > 1
-        else parts[0]
-    )
-
-
-def _made_at(node: fx.Node) -> str:
-    """Where the user's code made `node`, as part of a sentence."""
-    return "".join(
-        f" {word} {found}" for word, found in (("of", module_path(node)), ("at", source_line(node))) if found
-    )
 
 
 def _describe(value: Any) -> str:

@@ -141,6 +141,13 @@ def forgive_specialisation(context: Any) -> bool:
     return found
 
 
+def has_unbacked_symbols(value: Any) -> bool:
+    """Whether a recorded value, or a size of it, is known only once the step has computed it."""
+    from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+
+    return bool(free_unbacked_symbols(value))
+
+
 def is_inside_backward() -> bool:
     """Whether autograd runs a backward on this thread: a forward in it is a checkpoint's, run again."""
     return int(torch._C._current_graph_task_id()) != -1

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import fx, nn
 
 from fxhome.errors import UnsupportedGraphError
 from fxhome.passes.capture import (
@@ -19,6 +19,7 @@ from fxhome.passes.capture import (
     normalize,
 )
 from tests.graph_tools import chain, chain_inputs, joint_graph, normalized, targets
+from tests.hazard_tools import compile_step
 
 
 def test_normalizing_twice_changes_nothing_more() -> None:
@@ -50,6 +51,57 @@ def test_symbolic_sizes_become_numbers() -> None:
             leaf for leaf in torch.utils._pytree.tree_leaves((node.args, node.kwargs)) if not isinstance(leaf, fx.Node)
         ]
         assert not [leaf for leaf in numbers if isinstance(leaf, torch.SymInt | torch.SymFloat)]
+
+
+class Selected(nn.Module):
+    """A result with as many rows as the data say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        return (y[y[:, 0] > 0].sin() * 2).sum()
+
+
+class Ragged(nn.Module):
+    """A nested tensor's values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).values().sin().sum()
+
+
+def ragged_batch() -> torch.Tensor:
+    return torch.nested.nested_tensor([torch.randn(rows, 8) for rows in (3, 5)], layout=torch.jagged)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize(
+    ("model", "batch", "reason"),
+    [
+        (
+            Selected,
+            lambda: torch.randn(16, 8),
+            r"at .*test_capture\.py:\d+ has a size or a number that depends on the data",
+        ),
+        (Ragged, ragged_batch, r"nested \(jagged\) tensor, whose bytes no plan can know before the step; pad it"),
+    ],
+)
+def test_sizes_that_only_the_step_knows_are_refused_by_the_first_call(
+    model: type[nn.Module], batch: Any, reason: str
+) -> None:
+    torch._dynamo.reset()
+    step = compile_step(model(), {"memory_budget": "90%"})
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.raises(UnsupportedGraphError, match=reason),
+    ):
+        step(batch())
 
 
 def test_one_getitem_stands_behind_its_producer() -> None:
