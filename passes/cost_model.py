@@ -268,7 +268,7 @@ def _measure(missing: dict[str, tuple[fx.Node, tuple[Any, ...]]], cache: TimingC
                 continue
             try:
                 cache.entries[signature] = time_op(node, device, args)
-            except (RuntimeError, NotImplementedError) as error:
+            except (RuntimeError, ValueError, IndexError) as error:
                 # Out of memory, or an operator that refuses invented inputs: it is costed by bytes and says so.
-                log.info("'%s' (%s) was not timed: %s", node.name, node.target, str(error).splitlines()[0])
+                log.info("'%s' (%s) was not timed: %s", node.name, node.target, str(error).partition("\n")[0])
             advance()

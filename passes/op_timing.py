@@ -1,7 +1,8 @@
 """Time one operator on fresh tensors, outside every tracing mode, so that a model that does not fit can be measured.
 
 Inputs are rebuilt from the recorded values: floating ones random, integer ones zero (a random index ends a CUDA
-context).
+context), and floating ones from 0 to 1 where an operator may take them for more than numbers: for probabilities, which a
+kernel asserts, or, as the boxes of images in torchvision, for indices, which nothing checks.
 The random state of the process is forked; nothing of the user's is read or written.
 """
 
@@ -37,6 +38,18 @@ LONG_US = 300.0
 HOST_RUNS = 8
 
 
+_OF_PROBABILITIES = frozenset(
+    {
+        torch.ops.aten.bernoulli,
+        torch.ops.aten.binary_cross_entropy,
+        torch.ops.aten.binary_cross_entropy_backward,
+        torch.ops.aten.binomial,
+        torch.ops.aten.multinomial,
+        torch.ops.aten.poisson,
+    }
+)
+
+
 @dataclass(frozen=True)
 class OpTiming:
     """Time of one call, the device bytes that the operator took and gave back besides its results, and the host's time
@@ -58,10 +71,17 @@ def outside_tracing(device: torch.device) -> Iterator[None]:
         yield
 
 
-def example(value: Any) -> Any:
-    """A real tensor with the layout of a recorded one; lists likewise; anything else as it is."""
+def wants_unit_values(target: Any) -> bool:
+    """Whether an operator is given floating values from 0 to 1 only: others might be asserted, or used as indices."""
+    return (
+        getattr(target, "namespace", "aten") != "aten" or getattr(target, "overloadpacket", None) in _OF_PROBABILITIES
+    )
+
+
+def example(value: Any, *, unit: bool = False) -> Any:
+    """A real tensor with the layout of a recorded one; lists likewise; anything else as it is. unit: see above."""
     if isinstance(value, list | tuple):
-        return type(value)(example(leaf) for leaf in value)
+        return type(value)(example(leaf, unit=unit) for leaf in value)
     if not isinstance(value, torch.Tensor):
         return value
     size = [int(x) for x in value.shape]
@@ -69,7 +89,7 @@ def example(value: Any) -> Any:
     extent = 1 + sum((n - 1) * s for n, s in zip(size, stride, strict=True)) if all(size) else 0
     flat = torch.empty(extent, dtype=value.dtype, device=value.device)
     if (value.dtype.is_floating_point and value.dtype.itemsize >= 2) or value.dtype.is_complex:
-        flat.normal_()
+        flat = flat.uniform_() if unit and not value.dtype.is_complex else flat.normal_()
     else:
         flat.zero_()
     return flat.as_strided(size, stride)
@@ -85,9 +105,10 @@ def time_op(node: fx.Node, device: torch.device, given: tuple[Any, ...] | None =
     """Run `node`'s operator a few times on fresh tensors; `given`: in place of its positional arguments. Call it inside
     `outside_tracing`.
     """
-    args = fx.node.map_arg(node.args if given is None else given, lambda source: example(source.meta["val"]))
-    kwargs = fx.node.map_arg(node.kwargs, lambda source: example(source.meta["val"]))
     target: Any = node.target
+    unit = wants_unit_values(target)
+    args = fx.node.map_arg(node.args if given is None else given, lambda source: example(source.meta["val"], unit=unit))
+    kwargs = fx.node.map_arg(node.kwargs, lambda source: example(source.meta["val"], unit=unit))
     if device.type == "cuda":
         return _time_cuda(target, args, kwargs, device)
     for _ in range(WARMUP_RUNS):

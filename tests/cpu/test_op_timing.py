@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
+
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-from fxhome.passes.op_timing import OpTiming, example, example_bytes, outside_tracing, time_op
+from fxhome.passes.op_timing import OpTiming, example, example_bytes, outside_tracing, time_op, wants_unit_values
 from tests.graph_tools import chain, chain_inputs, normalized
 
 
@@ -27,6 +29,33 @@ def test_examples_have_the_recorded_layout_and_safe_values() -> None:
     assert not made[5].any()
     assert made[0].std() > 0
     assert example((1, None, "text")) == (1, None, "text")
+
+
+def test_values_that_may_be_probabilities_or_indices_are_from_0_to_1() -> None:
+    """torchvision reads the number of an image from each box and checks it nowhere: another one is written far off."""
+    importlib.import_module("torchvision")
+    roi_align = torch.ops.torchvision.roi_align.default
+    with FakeTensorMode():
+        images, boxes = torch.empty(2, 4, 32, 32), torch.empty(600, 5)
+    seen: list[torch.Tensor] = []
+
+    def target(*args: torch.Tensor) -> None:
+        seen.extend(args)
+
+    target.namespace = roi_align.namespace  # type: ignore[attr-defined]
+    graph = torch.fx.Graph()
+    inputs = [graph.placeholder(name) for name in ("images", "boxes")]
+    for node, value in zip(inputs, (images, boxes), strict=True):
+        node.meta["val"] = value
+    with outside_tracing(torch.device("cpu")):
+        time_op(graph.call_function(target, tuple(inputs)), torch.device("cpu"))
+
+        loss = graph.call_function(torch.ops.aten.binary_cross_entropy.default, (inputs[1], inputs[1]))
+        time_op(loss, torch.device("cpu"))  # refuses what is no probability
+
+    assert all(0 <= value.min() < value.max() <= 1 for value in seen)
+    assert wants_unit_values(roi_align)
+    assert not wants_unit_values(torch.ops.aten.mm.default)
 
 
 def test_nothing_of_the_process_is_changed() -> None:
