@@ -25,9 +25,9 @@ from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph
 from fxhome.options import Options
-from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import plan_graph
 from fxhome.passes.planned import Planned
+from fxhome.passes.recorded_values import correct_recorded_values
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import forgive_specialisation, has_uncompiled_callers
 from fxhome.placement import Plan, load_plans

@@ -14,9 +14,9 @@ from torch.fx.graph_module import GraphModule
 from fxhome.device import DeviceProfile
 from fxhome.host_room import within_host
 from fxhome.options import Options
-from fxhome.passes.capture import correct_recorded_values
 from fxhome.passes.pipeline import plan_graph
 from fxhome.passes.planned import Planned
+from fxhome.passes.recorded_values import correct_recorded_values
 from fxhome.passes.situation import Situation
 from fxhome.placement import Plan
 from fxhome.trace_offline import trace_joint

@@ -22,38 +22,6 @@ from fxhome.passes.torch_compat import has_unbacked_symbols
 
 CLONE_PREFIX = "fxhome_before_"
 
-_NORMS_WITH_STATISTICS = frozenset(
-    {
-        torch.ops.aten.native_batch_norm,
-        torch.ops.aten._native_batch_norm_legit,
-        torch.ops.aten._native_batch_norm_legit_functional,
-        torch.ops.aten._batch_norm_with_update,
-        torch.ops.aten._batch_norm_with_update_functional,
-        torch.ops.aten.native_group_norm,
-        torch.ops.aten.native_layer_norm,
-    }
-)
-
-
-_LOSSES_IN_PLACE = frozenset(
-    {
-        torch.ops.aten.mse_loss,
-        torch.ops.aten.smooth_l1_loss,
-        torch.ops.aten.soft_margin_loss,
-        torch.ops.aten.binary_cross_entropy,
-    }
-)
-
-_CLONES_OF_STORAGE = frozenset(
-    {
-        torch.ops.aten.copy,
-        torch.ops.aten.slice_scatter,
-        torch.ops.aten.select_scatter,
-        torch.ops.aten.diagonal_scatter,
-        torch.ops.aten.as_strided_scatter,
-    }
-)
-
 
 def joint_outputs(graph: fx.Graph) -> list[fx.Node | None]:
     """The flat outputs of a joint graph: forward outputs first, then gradients (None where there is none)."""
@@ -99,96 +67,10 @@ def normalize(module: fx.GraphModule) -> fx.GraphModule:
     _clone_overwritten_inputs(graph)
     for node in graph.nodes:
         if node.op == "call_function" and "val" not in node.meta:
-            _infer_value(node)
+            infer_value(node)
     graph.lint()
     module.recompile()
     return module
-
-
-def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> None:
-    """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses and
-    of copies into a part of a tensor.
-
-    Views of a corrected result are inferred again, so that they still share its storage. runs_as_traced: every operator
-    is run as it stands, and not written anew by a compiler.
-    """
-    corrected: set[fx.Node] = set()
-    replaced: dict[int, torch.Tensor] = {}  # what was recorded, by storage; kept, so that no storage is met again
-    for node in module.graph.nodes:
-        types = _true_types(node)
-        buffer = _loss_buffer(node)
-        if buffer is None and runs_as_traced:
-            buffer = _cloned_storage(node)
-        if buffer is not None:
-            old = node.meta["val"]
-            replaced[old.untyped_storage()._cdata] = old
-            node.meta["val"] = buffer
-        elif types:
-            with fake_mode_of(node.meta["val"][0]):
-                results = [
-                    value.to(types[i]) if i in types and value is not None else value
-                    for i, value in enumerate(node.meta["val"])
-                ]
-            wrong = [old for old, new in zip(node.meta["val"], results, strict=True) if old is not new]
-            replaced.update({value.untyped_storage()._cdata: value for value in wrong})
-            node.meta["val"] = tuple(results)
-            corrected.add(node)
-        elif node.target is operator.getitem and node.all_input_nodes[0] in corrected:
-            node.meta["val"] = node.all_input_nodes[0].meta["val"][node.args[1]]
-        elif replaced and _shares_storage(node.meta.get("val"), replaced):
-            _infer_value(node)
-
-
-def _true_types(node: fx.Node) -> dict[int, torch.dtype]:
-    """The types of results, by position, that are recorded wrongly (torch/_decomp/decompositions.py)."""
-    packet = getattr(node.target, "overloadpacket", None)
-    if packet not in _NORMS_WITH_STATISTICS and packet is not torch.ops.aten.native_group_norm_backward:
-        return {}
-    values = [leaf.meta["val"] for leaf in node.args if isinstance(leaf, fx.Node)]
-    values = [value for value in values if isinstance(value, torch.Tensor)]
-    is_half = values[0].device.type == "cpu" and values[0].dtype in (torch.bfloat16, torch.float16)
-    if not is_half or all(value.dtype is not torch.float32 for value in values[1:]):
-        return {}
-    if packet is torch.ops.aten.native_group_norm_backward:
-        return {0: values[0].dtype}
-    # Half-precision input, float32 parameters (autocast): the mean and the deviation are float32.
-    return {1: torch.float32, 2: torch.float32}
-
-
-def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
-    """The result of a reduced loss whose kernel shrinks a buffer of all elements' losses to one; None for others."""
-    if getattr(node.target, "overloadpacket", None) not in _LOSSES_IN_PLACE or node.meta["val"].ndim:
-        return None
-    source, target = (leaf.meta["val"] for leaf in node.args[:2] if isinstance(leaf, fx.Node))
-    if source.ndim == 0:
-        return None
-    with fake_mode_of(source):
-        elements = torch.broadcast_shapes(source.shape, target.shape)
-        result: torch.Tensor = node.meta["val"].new_empty(elements).as_strided((), ())
-    return result
-
-
-def _cloned_storage(node: fx.Node) -> torch.Tensor | None:
-    """The result of an operator that clones all that lies behind its first operand, to write into that operand's place,
-    where tracing recorded the operand's own bytes (`buffer[i] = x` makes one); None for others.
-    """
-    if getattr(node.target, "overloadpacket", None) not in _CLONES_OF_STORAGE:
-        return None
-    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
-    overlaps = any(stride == 0 and size > 1 for stride, size in zip(source.stride(), source.shape, strict=True))
-    size_bytes = int(source.untyped_storage().nbytes())
-    if overlaps or not size_bytes or size_bytes == int(value.untyped_storage().nbytes()):
-        return None
-    with fake_mode_of(source):
-        whole = source.new_empty(size_bytes // source.element_size())
-        result: torch.Tensor = whole.as_strided(source.shape, source.stride(), source.storage_offset())
-    return result
-
-
-def _shares_storage(value: Any, storages: dict[int, torch.Tensor]) -> bool:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided:
-        return False
-    return value.untyped_storage()._cdata in storages
 
 
 def _refuse_unknown_sizes(node: fx.Node) -> None:
@@ -291,7 +173,7 @@ def fake_mode_of(value: torch.Tensor) -> Any:
     return mode
 
 
-def _infer_value(node: fx.Node) -> None:
+def infer_value(node: fx.Node) -> None:
     """Give a node that a pattern pass inserted the fake value it lacks, by running it on its inputs' fake values."""
     missing = [source.name for source in node.all_input_nodes if "val" not in source.meta]
     if missing or not isinstance(node.target, torch._ops.OpOverload):

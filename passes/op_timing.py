@@ -1,8 +1,8 @@
 """Time one operator on fresh tensors, outside every tracing mode, so that a model that does not fit can be measured.
 
 Inputs are rebuilt from the recorded values: floating ones random, integer ones zero (a random index ends a CUDA
-context), and floating ones from 0 to 1 where an operator may take them for more than numbers: for probabilities, which a
-kernel asserts, or, as the boxes of images in torchvision, for indices, which nothing checks.
+context), and floating ones from 0 to 1 where an operator may take them for more than numbers: for probabilities, which
+a kernel asserts, or, as the boxes of images in torchvision, for indices, which nothing checks.
 The random state of the process is forked; nothing of the user's is read or written.
 """
 

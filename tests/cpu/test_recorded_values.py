@@ -1,0 +1,101 @@
+"""What tracing records wrongly is put right: types, and bytes of storages, as the kernels make them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import fx
+
+from fxhome.passes.recorded_values import correct_recorded_values
+from tests.graph_tools import joint_graph
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_recorded_types_and_bytes_are_put_right(dynamic: bool) -> None:
+    scale = torch.ones(16)
+
+    def normed(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.group_norm((x @ weight).bfloat16(), 4, scale)
+        return torch.nn.functional.mse_loss(y, y)
+
+    weight = torch.randn(32, 16, requires_grad=True)
+    module, _ = joint_graph(normed, torch.randn(8, 32), weight, dynamic=dynamic)
+    correct_recorded_values(module, runs_as_traced=True)
+    nodes = {str(node.target): node for node in module.graph.nodes}
+    norm, loss = nodes["aten.native_group_norm.default"], nodes["aten.mse_loss.default"]
+    assert [value.dtype for value in norm.meta["val"]] == [torch.bfloat16, torch.float32, torch.float32]
+    assert loss.meta["val"].untyped_storage().nbytes() == 8 * 16 * 2
+    for item in norm.users:
+        value = item.meta["val"]
+        for view in [user for user in item.users if user.target is torch.ops.aten.detach.default]:
+            assert view.meta["val"].dtype == value.dtype
+            assert view.meta["val"].untyped_storage()._cdata == value.untyped_storage()._cdata
+
+
+class Sizes(fx.Interpreter):
+    """Runs a graph on real tensors and notes where a storage has other bytes than were recorded."""
+
+    def __init__(self, module: fx.GraphModule) -> None:
+        super().__init__(module)
+        self.wrong: dict[str, tuple[int, int]] = {}
+
+    def run_node(self, n: fx.Node) -> Any:
+        result = super().run_node(n)
+        if isinstance(result, torch.Tensor) and n.op == "call_function":
+            real, recorded = (int(value.untyped_storage().nbytes()) for value in (result, n.meta["val"]))
+            if real != recorded:
+                self.wrong[n.name] = (real, recorded)
+        return result
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_what_is_written_into_a_part_of_a_tensor_takes_the_whole_tensors_bytes(dynamic: bool) -> None:
+    """Rows written in a loop, as recurrent models do: each copy into a row is a clone of all rows."""
+
+    def written(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        rows = torch.zeros(3, *x.shape)
+        for i in range(3):
+            x = x @ weight
+            rows[i, :, ::2] = x[:, ::2]
+        return rows.square().sum()
+
+    inputs = torch.randn(8, 32), torch.randn(32, 32, requires_grad=True)
+    module, _ = joint_graph(written, *inputs, dynamic=dynamic)
+    recorded = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    real = [
+        int(value) if isinstance(value, torch.SymInt) else torch.ones(list(map(int, value.shape))) for value in recorded
+    ]
+
+    def wrong() -> dict[str, tuple[int, int]]:
+        sizes = Sizes(module)
+        with torch.no_grad():
+            sizes.run(*real)
+        return sizes.wrong
+
+    assert (3 * 8 * 32 * 4, 8 * 32 * 4) in wrong().values(), "torch records them right by now"
+    correct_recorded_values(module, runs_as_traced=False)
+    assert wrong()
+    correct_recorded_values(module, runs_as_traced=True)
+    assert wrong() == {}
+
+
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_an_embedding_bags_indices_have_an_element_that_nothing_fills(mode: str, last: bool) -> None:
+    def bag(indices: torch.Tensor, weight: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        kwargs: Any = {"mode": mode, "include_last_offset": last}
+        return torch.nn.functional.embedding_bag(indices, weight, offsets, **kwargs).sum()
+
+    weight = torch.randn(10, 8, requires_grad=True)
+    real = torch.randint(0, 10, (12,)), weight.detach(), torch.arange(0, 13, 4), torch.ones(())
+    module, _ = joint_graph(bag, real[0], weight, real[2])
+    by_shape = {tuple(value.shape): value for value in real}
+    inputs = module.graph.find_nodes(op="placeholder")
+    correct_recorded_values(module, runs_as_traced=True)
+    sizes = Sizes(module)
+    with torch.no_grad():
+        sizes.run(*(by_shape[tuple(node.meta["val"].shape)] for node in inputs))
+
+    assert sizes.wrong == {}
