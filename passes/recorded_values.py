@@ -45,7 +45,7 @@ _CLONES_OF_STORAGE = frozenset(
 
 def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> None:
     """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses, of
-    embedding bags' indices and of copies into a part of a tensor.
+    folded images, of embedding bags' indices and of copies into a part of a tensor.
 
     Views of a corrected result are inferred again, so that they still share its storage. runs_as_traced: every operator
     is run as it stands, and not written anew by a compiler.
@@ -55,6 +55,8 @@ def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> 
     for node in module.graph.nodes:
         types, shrunk = _true_types(node), _shrunk_results(node)
         buffer = _loss_buffer(node)
+        if buffer is None:
+            buffer = _columns_buffer(node)
         if buffer is None and runs_as_traced:
             buffer = _cloned_storage(node)
         if buffer is not None:
@@ -117,6 +119,21 @@ def _loss_buffer(node: fx.Node) -> torch.Tensor | None:
     with fake_mode_of(source):
         elements = torch.broadcast_shapes(source.shape, target.shape)
         result: torch.Tensor = node.meta["val"].new_empty(elements).as_strided((), ())
+    return result
+
+
+def _columns_buffer(node: fx.Node) -> torch.Tensor | None:
+    """The result of folding columns into an image, whose kernel shrinks a buffer of the columns' size; None for others.
+
+    The gradient of an unfolded image is one.
+    """
+    if getattr(node.target, "overloadpacket", None) is not torch.ops.aten.col2im:
+        return None
+    source, value = node.all_input_nodes[0].meta["val"], node.meta["val"]
+    if source.numel() <= value.numel():
+        return None
+    with fake_mode_of(source):
+        result: torch.Tensor = source.new_empty(int(source.numel())).as_strided(value.shape, value.stride())
     return result
 
 

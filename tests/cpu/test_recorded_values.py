@@ -99,3 +99,22 @@ def test_an_embedding_bags_indices_have_an_element_that_nothing_fills(mode: str,
         sizes.run(*(by_shape[tuple(node.meta["val"].shape)] for node in inputs))
 
     assert sizes.wrong == {}
+
+
+def test_a_folded_image_has_the_bytes_of_its_columns() -> None:
+    def unfolded(image: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        columns = torch.nn.functional.unfold(image * weight, 3)
+        return torch.nn.functional.fold(columns.sin(), (8, 8), 3).cos().sum()
+
+    weight = torch.randn(1, 4, 8, 8, requires_grad=True)
+    image = torch.randn(2, 4, 8, 8)
+    module, _ = joint_graph(unfolded, image, weight)
+    by_shape = {tuple(value.shape): value for value in (image, weight.detach(), torch.ones(()))}
+    inputs = module.graph.find_nodes(op="placeholder")
+    correct_recorded_values(module, runs_as_traced=True)
+    sizes = Sizes(module)
+    with torch.no_grad():
+        sizes.run(*(by_shape[tuple(node.meta["val"].shape)] for node in inputs))
+
+    assert sum(node.target is torch.ops.aten.col2im.default for node in module.graph.nodes) == 2
+    assert sizes.wrong == {}
