@@ -157,6 +157,9 @@ class ManagedGraph:
     def _resident_bytes(self, args: Sequence[Any]) -> int:
         if self.device.type == "cuda":
             return ledger.held_bytes(self.device)
+        if is_inside_backward():
+            # A checkpoint's forward, run again: what is held there tells nothing of the forwards that follow.
+            return self._entry_bytes
         self._entries += 1
         if self._entries <= CPU_SCAN_FIRST or self._entries % CPU_SCAN_EVERY == 0:
             self._entry_bytes = ledger.held_bytes(self.device)

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import fxhome
 from fxhome import ledger
 from fxhome.managed_graph import ManagedGraph
+from fxhome.passes.torch_compat import is_inside_backward
 from fxhome.runtime.meter import StorageMeter
 from tests.hazard_tools import Step, assert_promise, compile_step, fresh, in_bytes, warnings_of
 
@@ -160,6 +162,27 @@ def test_backwards_already_pending_keep_their_variant() -> None:
     expected = [p.grad for p in model.parameters() if p.grad is not None]
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
     assert ballast.numel()
+
+
+def test_what_a_forward_finds_is_never_looked_for_inside_a_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint runs its forward again beside gradients and what the backward holds: the next step's finds less."""
+    fresh()
+    looks: list[bool] = []
+    held_bytes = ledger.held_bytes
+
+    def watched(device: torch.device) -> int:
+        looks.append(is_inside_backward())
+        return held_bytes(device)
+
+    monkeypatch.setattr(ledger, "held_bytes", watched)
+    model = build()
+    compiled = compile_step(step_of(model), {"memory_budget": "90%"})
+    for _ in range(4):
+        model.zero_grad()
+        checkpoint(compiled, torch.randn(BATCH, WIDTH), use_reentrant=False).backward()
+
+    assert looks
+    assert not any(looks)
 
 
 def test_the_graph_dies_with_its_compiled_function() -> None:
