@@ -102,8 +102,9 @@ def _shrunk_results(node: fx.Node) -> list[int]:
     if getattr(node.target, "overloadpacket", None) not in _EMBEDDING_BAGS or node.meta["val"][0].device.type != "cpu":
         return []
     # Which bag each index belongs to, where that is wanted, and the bags' sizes where the last offset is the end.
-    schema = node.target._schema.arguments
-    given = {argument.name: value for argument, value in zip(schema, node.args, strict=False)} | node.kwargs
+    target: Any = node.target
+    names = [argument.name for argument in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
     return [
         i for i, asked in ((1, True), (2, given.get("include_last_offset"))) if asked and node.meta["val"][i].numel()
     ]
