@@ -358,6 +358,10 @@ class ManagedGraph:
             "planning again",
         )
         # Planned at the next forward: autograd is off in here, so tracing would not see a training step.
+        newly_outside = max(0, outside - plan.outside_bytes)
         self._outside_bytes = max(self._outside_bytes, outside)
-        self._error_bound_bytes += max(0, over - outside)
+        # What was missed, not just what went over: a plan as far below the budget would be taken and miss it again.
+        # Where room was left for other graphs, theirs is in what was measured and not in what was predicted.
+        missed = over if variant.leaves_room else session.peak_bytes - plan.predicted_peak_bytes
+        self._error_bound_bytes = max(self._error_bound_bytes, missed - newly_outside)
         self._replan = True

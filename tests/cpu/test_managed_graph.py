@@ -17,6 +17,7 @@ from fxhome import ledger
 from fxhome.managed_graph import ManagedGraph
 from fxhome.passes.torch_compat import is_inside_backward
 from fxhome.runtime.meter import StorageMeter
+from fxhome.session import Session
 from tests.hazard_tools import Step, assert_promise, compile_step, fresh, in_bytes, warnings_of
 
 BATCH, WIDTH = 1024, 64
@@ -141,6 +142,32 @@ def test_an_eager_loss_is_learned_as_outside_and_planned_again_once(caplog: pyte
     assert max(peaks[2:]) <= plan.budget_bytes
     assert len([m for m in warnings_of(caplog) if "planning again" in m]) <= 1
     assert plan.outside_bytes > 0
+
+
+def test_what_a_plan_missed_is_kept_free_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first plan stays far below its budget and misses by a little more: the same plan would miss again."""
+    compiled, _ = started("100%")
+    baseline = the_graph().plan
+    assert baseline is not None
+    del compiled
+    spare, missed = 1 << 19, (1 << 19) + 4096
+    budget = baseline.predicted_peak_bytes + spare
+    note_backward_end = Session.note_backward_end
+
+    def unforeseen(session: Session, device: torch.device) -> bool:
+        is_metered = note_backward_end(session, device)
+        session.peak_bytes += missed
+        return is_metered
+
+    monkeypatch.setattr(Session, "note_backward_end", unforeseen)
+    compiled, model = started(in_bytes(budget))
+    run(compiled, model)
+    plan = the_graph().plan
+
+    assert plan is not None
+    assert plan.predicted_peak_bytes + missed <= budget
+    assert plan.measured_peak_bytes is not None
+    assert plan.measured_peak_bytes <= budget
 
 
 def test_backwards_already_pending_keep_their_variant() -> None:
