@@ -89,11 +89,10 @@ def lower_bound(
 def _shares(r: Relaxation, problem: Problem, x: Float64) -> Float64:
     shares = np.zeros((problem.num_storages, PLACEMENTS))
     rows = r.storages
-    for choice, columns in ((KEEP, r.kept), (SWAP, r.swapped), (COMPRESS, r.encoded), (RECOMPUTE, r.again_root)):
+    ways = ((KEEP, r.kept), (SWAP, r.swapped), (COMPRESS, r.encoded), (COMPRESS_SWAP, r.packed))
+    for choice, columns in (*ways, (RECOMPUTE, r.again_root)):
         shares[rows, choice] = _values(x, columns)
     shares[r.free, KEEP] = 1.0
-    only_small = ~problem.allowed[:, SWAP]
-    shares[only_small, COMPRESS_SWAP] = shares[only_small, SWAP]
     return np.where(problem.allowed, shares, -1.0)
 
 

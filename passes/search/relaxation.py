@@ -1,12 +1,13 @@
 """The linear relaxation behind the bound: what every placement that fits must obey, with fractions allowed.
 
-Per forward storage s that the backward may demand: kept, swapped, encoded in [0, 1] ("saved and there"), and per
-forward node v: again_v, "run at least once more in the backward". An anchor is an instruction that every program
-contains; off is the part of a swapped storage that is off the device there. Every placement's program satisfies:
+Per forward storage s that the backward may demand: kept, swapped, encoded, packed (swapped, encoded on its way) in
+[0, 1] ("saved and there"), and per forward node v: again_v, "run at least once more in the backward". An anchor is an
+instruction that every program contains; off is the part of a swapped or packed storage that is off the device there.
+Every placement's program satisfies:
 
   demand   saved_s + again_root(s) >= again_v for each node v that reads s (again = 1 for a node of the backward)
-  memory   at an anchor: what is certainly alive + kept + encoded bytes + (swapped - off) bytes <= budget, and the
-           largest operand that the anchor may be written over on top
+  memory   at an anchor: what is certainly alive + kept + encoded bytes + (swapped - off) bytes + (packed - off) encoded
+           bytes <= budget, and the largest operand that the anchor may be written over on top
   copies   a storage off at an anchor was copied out before it began and is copied in after it ended; one copy per
            direction runs at a time and none faster than the link alone, so for every cut in production order
              start(anchor) >= end of the first producer in the cut + their outs
@@ -14,7 +15,7 @@ contains; off is the part of a swapped storage that is off the device there. Eve
              step >= start(anchor) + time(anchor) + ins of those due by d + the backward's own compute from d on
   compute  the forward that must run or that something saved needs (once_v), the whole backward, each `again`, each
            encode and decode run on one engine;
-           every `again` comes after the forward ends
+           every encode comes before the forward ends, every `again` after it
   host     nothing starts before it is launched, and the host launches one instruction after the other: at an anchor
            what is certain up to it, at the end all of it, each `again`, each copy, encode and decode with it.
 
@@ -70,8 +71,8 @@ BOUNDARY = -1  # the anchor between forward and backward
 class Relaxation:
     """Minimise cost @ x with matrix @ x >= low and 0 <= x <= upper.
 
-    kept, swapped, encoded, again_root: per entry of `storages` its column, -1 where there is none. free: storages left
-    out. slack: the optimum less this bounds the step.
+    kept, swapped, encoded, packed, again_root: per entry of `storages` its column, -1 where there is none. free:
+    storages left out. slack: the optimum less this bounds the step.
     """
 
     cost: Float64
@@ -83,6 +84,7 @@ class Relaxation:
     kept: Int64
     swapped: Int64
     encoded: Int64
+    packed: Int64
     again_root: Int64
     free: Bool
     slack: float
@@ -110,17 +112,16 @@ class _Builder:
         self.index = np.full(problem.num_storages, -1, np.int64)
         self.index[st] = np.arange(st.shape[0])
         allowed = problem.allowed[st]
-        may_swap = allowed[:, SWAP] | allowed[:, COMPRESS_SWAP]
-        if no_swap is not None:
-            may_swap &= ~no_swap[st]
+        may_move = np.ones(st.shape[0], np.bool_) if no_swap is None else ~no_swap[st]
         self.rebuildable = problem.allowed[:, RECOMPUTE] | problem.allowed[:, RECOMPUTE_EACH]
         forward = g.node_phase == FORWARD
         self.nodes = np.flatnonzero(s.reachable_node & forward & ~flow.seen_through)
         self.optional = self.nodes[~flow.certain[self.nodes]]
         self.lp = lp = LinearProgram()
         self.kept = lp.shares(allowed[:, KEEP])
-        self.swapped = lp.shares(may_swap)
+        self.swapped = lp.shares(allowed[:, SWAP] & may_move)
         self.encoded = lp.shares(allowed[:, COMPRESS])
+        self.packed = lp.shares(allowed[:, COMPRESS_SWAP] & may_move)
         self.again = np.full(self.nodes_total, -1, np.int64)
         self.again[self.nodes] = lp.shares(np.ones(self.nodes.shape[0], np.bool_))
         self.once = np.full(self.nodes_total, -1, np.int64)
@@ -131,12 +132,15 @@ class _Builder:
         self.size = g.storage_bytes[st].astype(float)
         self.squeezed = np.minimum(self.size, g.storage_encoded_bytes[st])
         self.virtual = g.node_kind[g.storage_root[st]] == VIRTUAL
-        # COMPRESS_SWAP may move fewer bytes, and hold fewer while it waits for its copy.
-        small = allowed[:, COMPRESS_SWAP]
-        self.leaving_bytes = np.where(small, self.squeezed, self.size)
-        moved = np.minimum(g.storage_copy_bytes[st], np.where(small, g.storage_link_bytes[st], 1 << 62))
-        self.out_us = link.latency_us + moved * link.d2h_us_per_byte
-        self.in_us = link.latency_us + moved * link.h2d_us_per_byte
+        # What of a storage that is there waits in either form at least.
+        self.least_bytes = np.where(allowed[:, COMPRESS_SWAP], self.squeezed, self.size)
+        self.out_us, self.in_us = (
+            link.latency_us + g.storage_copy_bytes[st] * rate for rate in (link.d2h_us_per_byte, link.h2d_us_per_byte)
+        )
+        self.packed_out_us, self.packed_in_us = (
+            link.latency_us + g.storage_link_bytes[st] * rate for rate in (link.d2h_us_per_byte, link.h2d_us_per_byte)
+        )
+        self.encode_us, self.decode_us = g.storage_encode_us[st], g.storage_decode_us[st]
         self.forward_us = float(g.node_time_us[flow.certain].sum())
         self.backward_us = float(g.node_time_us[g.node_phase == BACKWARD].sum())
         self.first = s.first_reader[st].astype(np.int64)
@@ -162,31 +166,32 @@ class _Builder:
         return reader, source, of, (of >= 0) & ~self.rebuildable[of]
 
     def saved(self, of: Int64) -> list[Int64]:
-        """Columns of the three ways in which storages `of` may be saved."""
+        """Columns of the four ways in which storages `of` may be saved."""
         at = np.where(of >= 0, self.index[of], -1)
+        ways = (self.kept, self.swapped, self.encoded, self.packed)
         # One entry more for those that are none of `storages`, of which there may be none at all.
-        return [np.append(columns, -1)[at] for columns in (self.kept, self.swapped, self.encoded)]
+        return [np.append(columns, -1)[at] for columns in ways]
 
     def common(self) -> None:
         """Demand, and what of the forward runs at all."""
         lp, count = self.lp, self.storages.shape[0]
-        lp.add([self.kept, self.swapped, self.encoded], [-1.0, -1.0, -1.0], np.full(count, -1.0))
+        lp.add([self.kept, self.swapped, self.encoded, self.packed], [-1.0] * 4, np.full(count, -1.0))
         reader, source, of, stuck = self.demand
         backward = self.g.node_phase[reader] == BACKWARD
         one = np.where(backward, 1.0, 0.0)
         rebuilt = np.where(stuck, -1, self.again[source])
         asked = np.where(backward, -1, self.again[reader])
-        lp.add([*self.saved(of), rebuilt, asked], [1.0, 1.0, 1.0, 1.0, -1.0], one)
+        lp.add([*self.saved(of), rebuilt, asked], [1.0, 1.0, 1.0, 1.0, 1.0, -1.0], one)
         # saved_s <= once(root of s), and once passes on to what a node reads
         roots = self.g.storage_root[self.storages]
         mine = np.flatnonzero(self.once[roots] >= 0)
-        columns = [self.once[roots[mine]], self.kept[mine], self.swapped[mine], self.encoded[mine]]
-        lp.add(columns, [1.0, -1.0, -1.0, -1.0], np.zeros(mine.shape[0]))
+        columns = [self.once[roots[mine]], self.kept[mine], self.swapped[mine], self.encoded[mine], self.packed[mine]]
+        lp.add(columns, [1.0, -1.0, -1.0, -1.0, -1.0], np.zeros(mine.shape[0]))
         once_reader, once_source = self.once[self.flow.once_reader], self.once[self.flow.once_source]
         both = (once_reader >= 0) & (once_source >= 0)
         lp.add([once_source[both], once_reader[both]], [1.0, -1.0], np.zeros(int(both.sum())))
 
-    def behind(self, anchor: int, off: Int64, needed: Bool) -> _Behind:
+    def behind(self, anchor: int, off: Int64, packed_off: Int64, needed: Bool) -> _Behind:
         """Columns and demand of what is rebuilt before and behind an anchor of the backward.
 
         needed: the nodes that may be needed behind it. A storage that no node of the backward reads there is alive at
@@ -197,7 +202,8 @@ class _Builder:
         there = lp.shares(needed[g.storage_root[self.storages]] & (self.last <= anchor))
         quiet = np.flatnonzero(there >= 0)
         columns = [there[quiet], self.kept[quiet], self.swapped[quiet], off[quiet]]
-        lp.add(columns, [-1.0, 1.0, 1.0, -1.0], np.zeros(quiet.shape[0]))
+        columns += [self.packed[quiet], packed_off[quiet]]
+        lp.add(columns, [-1.0, 1.0, 1.0, -1.0, 1.0, -1.0], np.zeros(quiet.shape[0]))
         here = needed & (self.again >= 0)
         here[g.storage_root[self.storages[~self.rebuildable[self.storages]]]] = False
         before, behind, held = (lp.shares(here) for _ in range(3))
@@ -210,19 +216,20 @@ class _Builder:
         asked = np.where(backward, -1, np.where(here[reader], before[reader], self.again[reader]))
         lp.add(
             [*(c[early] for c in self.saved(of)), before[source[early]], asked[early]],
-            [1.0, 1.0, 1.0, 1.0, -1.0],
+            [1.0, 1.0, 1.0, 1.0, 1.0, -1.0],
             one[early],
         )
         late = np.where(backward, reader > anchor, here[reader])
         asked = np.where(backward, -1, behind[reader])
         at = np.where(of >= 0, self.index[of], -1)
         indirect = (at >= 0) & (there[at] >= 0)
-        kept, swapped, encoded = self.saved(of)
+        kept, swapped, encoded, packed = self.saved(of)
         kept = np.where(indirect, there[at], kept)
         swapped = np.where(indirect, off[at], swapped)
+        packed = np.where(indirect, packed_off[at], packed)
         lp.add(
-            [c[late] for c in (kept, swapped, encoded, held[source], behind[source], asked)],
-            [1.0, 1.0, 1.0, 1.0, 1.0, -1.0],
+            [c[late] for c in (kept, swapped, encoded, packed, held[source], behind[source], asked)],
+            [1.0, 1.0, 1.0, 1.0, 1.0, 1.0, -1.0],
             one[late],
         )
         these = np.flatnonzero(here)
@@ -271,12 +278,12 @@ class _Builder:
                 roots = g.storage_root[self.storages]
                 free = ~read & ~self.output
                 can_leave = can_leave | (free & needed[roots] & (self.first < 0))
-                off = lp.shares(can_leave & (self.swapped >= 0))
-                rebuilt = self.behind(anchor, off, needed)
+                off, packed_off = (lp.shares(can_leave & (moved >= 0)) for moved in (self.swapped, self.packed))
+                rebuilt = self.behind(anchor, off, packed_off, needed)
                 alive = np.flatnonzero(free & ~self.virtual)
                 memory.append((rebuilt.held[roots[alive]], -size[alive] / MIB))
                 alive = np.flatnonzero(free)
-                memory.append((rebuilt.there[alive], -self.leaving_bytes[alive] / MIB))
+                memory.append((rebuilt.there[alive], -self.least_bytes[alive] / MIB))
                 gone = np.where(rebuilt.before[self.nodes] >= 0, -1, self.again[self.nodes])
                 parts.append((gone, -time[self.nodes]))
                 parts.append((rebuilt.before[self.nodes], -time[self.nodes]))
@@ -286,17 +293,21 @@ class _Builder:
                 parts.append((self.again[self.nodes[known]], -time[self.nodes[known]]))
         if anchor == BOUNDARY or g.node_phase[anchor] == BACKWARD:
             parts.append((self.once[self.optional], -time[self.optional]))
+            parts += [(self.encoded, -self.encode_us), (self.packed, -self.encode_us)]
         if rebuilt is None:
-            off = lp.shares(can_leave & (self.swapped >= 0))
-        leaving = np.flatnonzero(off >= 0)
-        lp.add([off[leaving], self.swapped[leaving]], [-1.0, 1.0], np.zeros(leaving.shape[0]))
+            off, packed_off = (lp.shares(can_leave & (moved >= 0)) for moved in (self.swapped, self.packed))
+        for gone_there, moved in ((off, self.swapped), (packed_off, self.packed)):
+            these = np.flatnonzero(gone_there >= 0)
+            lp.add([gone_there[these], moved[these]], [-1.0, 1.0], np.zeros(these.shape[0]))
         held = np.flatnonzero(here)
         kept_encoded = np.where(encoded_here, self.squeezed, size)
         memory += [
             (self.kept[held], -size[held] / MIB),
-            (self.swapped[held], -self.leaving_bytes[held] / MIB),
-            (off[held], self.leaving_bytes[held] / MIB),
+            (self.swapped[held], -size[held] / MIB),
+            (off[held], size[held] / MIB),
             (self.encoded[held], -kept_encoded[held] / MIB),
+            (self.packed[held], -kept_encoded[held] / MIB),
+            (packed_off[held], self.squeezed[held] / MIB),
         ]
         # The instruction itself may be written over one of its operands.
         taken = 0.0 if anchor == BOUNDARY else float(self.taken_bytes[anchor])
@@ -304,23 +315,29 @@ class _Builder:
         lp.add_one(parts, compute_before)
         if self.has_host:
             lp.add_one([(start, 1.0)], float(self.launched[anchor]))
-        if leaving.shape[0]:
-            self._copies(anchor, start, off, leaving, compute_at)
+        self._copies(anchor, start, off, packed_off, compute_at)
         return rebuilt
 
-    def _copies(self, anchor: int, start: Int64, off: Int64, leaving: Int64, compute_at: float) -> None:
+    def _copies(self, anchor: int, start: Int64, off: Int64, packed_off: Int64, compute_at: float) -> None:
         """Two queues, each a chain of ending times: a copy ends after the one before it and after its producer."""
         lp, flow = self.lp, self.flow
+        plain, packed = np.flatnonzero(off >= 0), np.flatnonzero(packed_off >= 0)
+        columns = np.concatenate([off[plain], packed_off[packed]])
+        if columns.shape[0] == 0:
+            return
+        leaving = np.concatenate([plain, packed])
+        out_us = np.concatenate([self.out_us[plain], self.packed_out_us[packed]])
+        in_us = np.concatenate([self.in_us[plain], self.packed_in_us[packed]])
         first = self.first[leaving]
         deadline = np.where(first >= 0, first, self.nodes_total)
         most = CHAIN_CUTS if anchor == BOUNDARY else ANCHOR_CUTS
-        for out, key, copy_us in ((True, self.owner[leaving], self.out_us), (False, deadline, self.in_us)):
+        for out, key, copy_us in ((True, self.owner[leaving], out_us), (False, deadline, in_us)):
             ends_at = _spread(np.unique(key), most, last_of_each=not out)
             chain = lp.amounts(len(ends_at))
             slot = np.searchsorted(ends_at, key, side="right") - 1 if out else np.searchsorted(ends_at, key)
             for j, cut in enumerate(ends_at):
-                these = leaving[slot == j]
-                copies: list[Part] = [(chain[j : j + 1], 1.0), (off[these], -copy_us[these])]
+                these = slot == j
+                copies: list[Part] = [(chain[j : j + 1], 1.0), (columns[these], -copy_us[these])]
                 if out:
                     ready = float(flow.certain_until[cut]) if flow.certain[cut] else 0.0
                     lp.add_one(copies, ready)
@@ -338,13 +355,14 @@ class _Builder:
         """The step holds all compute, and what comes behind each anchor."""
         lp, g, flow = self.lp, self.g, self.flow
         time, nodes = g.node_time_us, self.nodes
-        codec_us = (g.storage_encode_us + g.storage_decode_us)[self.storages]
         reruns: list[Part] = [(self.again[nodes], -time[nodes]), (self.more[nodes], -time[nodes])]
-        decodes: Part = (self.encoded, -g.storage_decode_us[self.storages])
-        lp.add_one([(self.step, 1.0), (starts[0], -1.0), *reruns, decodes], self.backward_us)
+        decodes: list[Part] = [(self.encoded, -self.decode_us), (self.packed, -self.decode_us)]
+        lp.add_one([(self.step, 1.0), (starts[0], -1.0), *reruns, *decodes], self.backward_us)
         first_runs: Part = (self.once[self.optional], -time[self.optional])
+        codec_us = self.encode_us + self.decode_us
+        codecs: list[Part] = [(self.encoded, -codec_us), (self.packed, -codec_us)]
         everything = self.forward_us + self.backward_us
-        lp.add_one([(self.step, 1.0), *reruns, (self.encoded, -codec_us), first_runs], everything)
+        lp.add_one([(self.step, 1.0), *reruns, *codecs, first_runs], everything)
         if self.has_host:
             self._launches()
         for anchor, start, columns in zip(anchors[1:], starts[1:], rebuilt[1:], strict=True):
@@ -362,13 +380,15 @@ class _Builder:
         g, nodes, host = self.g, self.nodes, self.g.host_us
         own = g.node_host_us
         moves = float(host[SWAP_OUT] + host[SWAP_IN] + 2 * host[WAIT])
+        codec = float(host[ENCODE] + host[DECODE])
         parts: list[Part] = [
             (self.step, 1.0),
             (self.again[nodes], -own[nodes]),
             (self.more[nodes], -own[nodes]),
             (self.once[self.optional], -own[self.optional]),
             (self.swapped, np.full(self.swapped.shape[0], -moves)),
-            (self.encoded, np.full(self.encoded.shape[0], -float(host[ENCODE] + host[DECODE]))),
+            (self.encoded, np.full(self.encoded.shape[0], -codec)),
+            (self.packed, np.full(self.packed.shape[0], -moves - codec)),
         ]
         self.lp.add_one(parts, float(self.flow.launched.max(initial=0.0) + host[LEAVE]))
 
@@ -377,15 +397,18 @@ class _Builder:
         lp = self.lp
         cost = np.zeros(lp.columns)
         cost[self.step] = 1.0
-        moves = self.swapped >= 0
-        cost[self.swapped[moves]] = TIDY * (self.out_us + self.in_us)[moves]
-        cost[self.again[self.nodes]] = TIDY * self.g.node_time_us[self.nodes]
-        slack = float(cost.sum()) - 1.0
+        again_us = self.g.node_time_us[self.nodes]
+        plain_us = np.where(self.swapped >= 0, self.out_us + self.in_us, 0.0)
+        packed_us = np.where(self.packed >= 0, self.packed_out_us + self.packed_in_us, 0.0)
+        for columns, us in ((self.swapped, plain_us), (self.packed, packed_us), (self.again[self.nodes], again_us)):
+            cost[columns[columns >= 0]] = TIDY * us[columns >= 0]
+        # A storage is swapped or packed, not both.
+        slack = TIDY * float(np.maximum(plain_us, packed_us).sum() + again_us.sum())
         roots = self.again[self.g.storage_root[self.storages]]
         low, upper = np.concatenate(lp.low), np.concatenate(lp.upper)
         integral = np.concatenate(lp.integral)
-        columns = (self.kept, self.swapped, self.encoded, roots)
-        return Relaxation(cost, lp.matrix(), low, upper, integral, self.storages, *columns, self.free, slack)
+        ways = (self.kept, self.swapped, self.encoded, self.packed, roots)
+        return Relaxation(cost, lp.matrix(), low, upper, integral, self.storages, *ways, self.free, slack)
 
 
 def relax_problem(
