@@ -4,6 +4,7 @@ The bound is true: no placement that fits is faster by the simulator's own clock
 raises its own dual bound) in the seconds given, that is used; a dual bound of a program cut short is still a bound.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,7 +15,17 @@ from fxhome.passes.search.flow import Flow, read_flow
 from fxhome.passes.search.relaxation import Relaxation, relax_problem
 from fxhome.passes.search.result import Placements
 from fxhome.passes.search.structure import Bool, Float64, Int32, Int64, Structure, instruction_times, read_structure
-from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, PLACEMENTS, RECOMPUTE, SWAP, Problem, simulate
+from fxhome.passes.simulate import (
+    COMPRESS,
+    COMPRESS_SWAP,
+    KEEP,
+    PLACEMENTS,
+    RECOMPUTE,
+    SWAP,
+    Problem,
+    SimResult,
+    simulate,
+)
 from fxhome.passes.simulate_kernels import BACKWARD, ENTER_FORWARD
 
 # HiGHS meets rows to 1e-7 of their scale; the bound gives that away so that it stays one.
@@ -47,12 +58,14 @@ def lower_bound(
     start_anchors: tuple[int, ...] = (),
     held: bool | None = None,
     no_swap: Bool | None = None,
+    targets: Mapping[int, int] | None = None,
 ) -> Bound:
     """Bound the step time of any placement whose peak is within `budget_bytes`.
 
     start_anchors: node ids to hold the budget at, such as an earlier bound's `anchors`; found where none are given.
     rounds: how often anchors are added where the rounded solution fails, and the relaxation solved again.
     held: whether anchors see what is rebuilt; None: they do in graphs so small that this takes about a second at most.
+    targets: bytes for single anchors in place of the budget; less of them, and the result is no bound any more.
     milp_seconds: 0 solves the linear relaxation alone, deterministically; above it the integer program may raise it.
     """
     s = structure or read_structure(problem)
@@ -68,7 +81,7 @@ def lower_bound(
     phases = [False, True] if held is None and reachable <= SEEN_DECISIONS else [bool(held)]
     for see_held in phases:
         for _ in range(rounds):
-            relaxation = relax_problem(s, flow, budget_bytes, anchors, held=see_held, no_swap=no_swap)
+            relaxation = relax_problem(s, flow, budget_bytes, anchors, held=see_held, no_swap=no_swap, targets=targets)
             step, x = _solve(relaxation, 0.0)
             best = max(best, step)
             if x is None:
@@ -147,23 +160,27 @@ def _tight_places(s: Structure, flow: Flow, budget: int, placement: Placements, 
     result = simulate(s.problem, placement, budget)
     program, total = result.program, result.program.shape[0]
     busy = instruction_times(s.problem.arrays, program)
-    nodes = s.problem.arrays.node_phase.shape[0]
     wait = np.diff(result.start_us, prepend=0.0)
     wait[1:] -= busy
     wait -= result.idle_us
     over = np.maximum(0, result.curve[:total] - budget)
     places = [int(p) for p in np.argsort(-over, kind="stable")[:2] if over[p] > 0]
     places += [int(p) for p in np.argsort(-wait[:total], kind="stable")[:3] if wait[p] > 1.0]
-    anchored = (result.recomputed == 0) & (program < nodes)
-    anchored[anchored] = _every_program_runs(s, flow, program[anchored])
     found: list[int] = []
     for p in places:
-        q = p
-        while q < total and not anchored[q]:
-            q += 1
-        if q < total and int(program[q]) not in known and int(program[q]) not in found:
-            found.append(int(program[q]))
+        anchor = anchor_behind(s, flow, result, p)
+        if anchor is not None and anchor not in known and anchor not in found:
+            found.append(anchor)
     return found
+
+
+def anchor_behind(s: Structure, flow: Flow, result: SimResult, position: int) -> int | None:
+    """The first node from a place in the program on that may be an anchor, or None."""
+    rest = slice(position, result.program.shape[0])
+    own = (result.recomputed[rest] == 0) & (result.program[rest] < s.problem.arrays.node_phase.shape[0])
+    nodes = result.program[rest][own]
+    nodes = nodes[_every_program_runs(s, flow, nodes)]
+    return int(nodes[0]) if nodes.shape[0] else None
 
 
 def _solve(r: Relaxation, milp_seconds: float) -> tuple[float, Float64 | None]:

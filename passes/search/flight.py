@@ -6,16 +6,10 @@ import numpy as np
 
 from fxhome.passes.search.evaluator import Evaluator, OutOfBudgetError, base_placement
 from fxhome.passes.search.flow import read_flow
+from fxhome.passes.search.relaxed import LARGE_DECISIONS, first_bound, relaxed_seeds
 from fxhome.passes.search.repair import relax
 from fxhome.passes.search.result import Placements, StoppedBy
-from fxhome.passes.search.seeds import (
-    LARGE_DECISIONS,
-    Ingredients,
-    constructive_seeds,
-    first_bound,
-    relaxed_seeds,
-    uniform_seeds,
-)
+from fxhome.passes.search.seeds import Ingredients, constructive_seeds, uniform_seeds
 from fxhome.passes.search.structure import Structure
 from fxhome.passes.search.swarm import KICK_EVALUATIONS, Swarm
 

@@ -35,6 +35,7 @@ are a tiny part of the budget: they count as kept for nothing. All of that only 
 relaxation is never above the step of a placement that fits.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -103,9 +104,12 @@ class _Behind:
 class _Builder:
     """Builds the program: the parts common to all anchors first, then one anchor after the other."""
 
-    def __init__(self, s: Structure, flow: Flow, budget: int, no_swap: Bool | None) -> None:
+    def __init__(
+        self, s: Structure, flow: Flow, budget: int, no_swap: Bool | None, targets: Mapping[int, int] | None
+    ) -> None:
         problem, g, link = s.problem, s.problem.arrays, s.problem.link
         self.s, self.flow, self.g, self.budget = s, flow, g, budget
+        self.targets = targets or {}
         self.nodes_total = g.node_phase.shape[0]
         self.free = _tiny(s, budget)
         self.storages = st = np.flatnonzero(s.reachable & ~self.free)
@@ -311,7 +315,7 @@ class _Builder:
         ]
         # The instruction itself may be written over one of its operands.
         taken = 0.0 if anchor == BOUNDARY else float(self.taken_bytes[anchor])
-        lp.add_one(memory, (fixed - taken - self.budget) / MIB)
+        lp.add_one(memory, (fixed - taken - self.targets.get(anchor, self.budget)) / MIB)
         lp.add_one(parts, compute_before)
         if self.has_host:
             lp.add_one([(start, 1.0)], float(self.launched[anchor]))
@@ -412,13 +416,21 @@ class _Builder:
 
 
 def relax_problem(
-    s: Structure, flow: Flow, budget: int, anchors: list[int], *, held: bool = False, no_swap: Bool | None = None
+    s: Structure,
+    flow: Flow,
+    budget: int,
+    anchors: list[int],
+    *,
+    held: bool = False,
+    no_swap: Bool | None = None,
+    targets: Mapping[int, int] | None = None,
 ) -> Relaxation:
     """Build the relaxation for `budget` bytes at the boundary and at `anchors` (node ids).
 
-    held: anchors of the backward see what is rebuilt. no_swap: bool[storages], those that may not be swapped.
+    held: anchors of the backward see what is rebuilt. no_swap: bool[storages], those that may not be swapped. targets:
+    bytes for single anchors, `BOUNDARY` among them, in place of `budget`.
     """
-    build = _Builder(s, flow, budget, no_swap)
+    build = _Builder(s, flow, budget, no_swap, targets)
     build.common()
     places = [BOUNDARY, *anchors]
     starts = [build.lp.amounts(1) for _ in places]
