@@ -25,6 +25,7 @@ IDLE_RELAXATIONS = 2  # solved in vain, one after the other, before they end
 MORE_ANCHORS = 3  # in all the further relaxations of a large graph
 NEAR_BUDGET = 0.01  # of the budget: a peak this near below it leaves nothing to a further relaxation ...
 NEAR_STEP = 0.003  # ... and a step this near above the relaxation's
+REPAIR_PRICES = (4.0, 0.3, 0.01)  # of the link: it may be full or idle where the rounded program is over the budget
 SHORT_WAIT = 1e-3  # of the step
 MOST_WAITS = 24
 UNLIMITED = 1 << 60
@@ -85,8 +86,9 @@ def relaxed_seeds(
             targets = {anchor: (target + budget) // 2 for anchor, target in targets.items()}
             continue
         start, waits, result = without_waits(s, evaluator, rounded(s, bound.shares))
-        fixed, repaired = repair(s, evaluator, start, Prices(link=4.0, share=1.0))
-        made.append(fixed)
+        repairs = [repair(s, evaluator, start, Prices(link=price, share=1.0)) for price in REPAIR_PRICES]
+        made += [fixed for fixed, _ in repairs]
+        repaired = min((run for _, run in repairs), key=lambda run: fitness(run.peak_bytes, run.step_us, budget))
         if not _is_slow(s):
             drawn = rounded(s, bound.shares, rng)
             made.append(repair(s, evaluator, drawn, Prices(link=0.6, share=1.0))[0])

@@ -12,7 +12,7 @@ from fxhome.passes.search import lower_bound, search
 from fxhome.passes.search.bound import Bound
 from fxhome.passes.search.evaluator import Evaluator
 from fxhome.passes.search.flow import read_flow
-from fxhome.passes.search.seeds import SHORT_WAIT, relaxed_seeds, without_waits
+from fxhome.passes.search.relaxed import SHORT_WAIT, relaxed_seeds, without_waits
 from fxhome.passes.search.structure import instruction_times, read_structure
 from fxhome.passes.simulate import KEEP, SWAP, Link, Problem, evaluate, simulate
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, INPUT
@@ -33,13 +33,13 @@ def test_what_the_program_waits_for_is_kept() -> None:
     placement[moved[-20:]] = SWAP  # read again at once: the copies cannot be hidden
     evaluator = Evaluator(problem, EVERYTHING, 1000)
 
-    calm, waits, peak = without_waits(s, evaluator, placement)
+    calm, waits, program = without_waits(s, evaluator, placement)
 
     before, after = (simulate(problem, x, EVERYTHING) for x in (placement, calm))
     assert waits
     assert (calm[waits] == KEEP).all()
     assert np.array_equal(np.flatnonzero(calm != placement), np.unique(waits))
-    assert (peak, after.step_us < before.step_us) == (after.peak_bytes, True)
+    assert (program.peak_bytes, after.step_us < before.step_us) == (after.peak_bytes, True)
     wait = np.diff(after.start_us) - instruction_times(problem.arrays, after.program)
     assert wait.max() < SHORT_WAIT * after.step_us
 
@@ -71,7 +71,7 @@ def test_no_further_relaxation_is_solved_when_the_seconds_are_spent(monkeypatch:
     def solved(*_: object, **__: object) -> Bound:
         raise AssertionError("another relaxation")
 
-    monkeypatch.setattr("fxhome.passes.search.seeds.lower_bound", solved)
+    monkeypatch.setattr("fxhome.passes.search.relaxed.lower_bound", solved)
     for seconds in (0.0, None):
         evaluator = Evaluator(problem, budget, 1000, search_seconds=seconds)
         evaluator.protected += 1
