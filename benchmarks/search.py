@@ -31,9 +31,8 @@ from fxhome.passes.simulate import Problem, evaluate
 RESULTS = Path(__file__).parent / "results"
 PROFILES = Path(__file__).parent / "profiles"
 SHARES = (0.8, 0.6, 0.45, 0.3)
-SEARCHING = ("home", "home_literal", "random", "annealing", "genetic")
 SEARCHED_NODES = 6000
-"""Published searches are run on graphs up to this size: beyond, they take longer than they tell."""
+"""Curves and ablation are made on graphs up to this size: beyond, they take longer than they tell."""
 SPEED_MODELS = {"resnet50_h200": 2.0, "densenet121_h200": 5.0, "gpt2_xl_h200": 5.0}
 """Seconds that the default search may take, on two cores."""
 SPEED_SHARES = (0.6, 0.45)
@@ -116,7 +115,6 @@ def quality(evaluations: int, names: Sequence[str]) -> list[Row]:
             results = [
                 search(problem, budget, policy=policy, max_evaluations=evaluations, storage_class=classes)
                 for policy in POLICIES
-                if policy not in SEARCHING or problem.arrays.node_phase.shape[0] <= SEARCHED_NODES
             ]
             bound = _bound(problem, budget, results[0])
             rows += [_row(name, share, step, result, bound) | {"least": least} for result in results]

@@ -13,10 +13,13 @@ from fxhome.passes.search.seeds import Ingredients, constructive_seeds, uniform_
 from fxhome.passes.search.structure import Structure
 from fxhome.passes.search.swarm import KICK_EVALUATIONS, Swarm
 
-SMALL_NODES = 1500  # evaluations of such a graph are so cheap that a second swarm may start elsewhere
-TINY_NODES = 300  # ... and here the swarm may be patient too
+SMALL_NODES = 1500  # evaluations of such a graph are so cheap that annealing may follow the swarm
+TINY_NODES, TINY_PATIENCE = 300, 1500.0  # ... and here annealing finds what the swarm does not
+ANNEAL_EVALUATIONS, MOST_ANNEALS, IDLE_ANNEALS = 2000, 8, 4
+HEAT_OF_BEST, HEAT_OF_START = 0.02, 0.04  # of the step: annealing in turn from the best plan and from keep-all
 LEAST_GAIN = 5e-4  # of the step: what counts as progress
 EXPECTED_GAP = 0.01  # a plan this far from the bound is as good as most that cannot be improved
+SMALL_GAP = 2e-3  # so near the bound, annealing is not worth its time even in a small graph
 CLOSE_ENOUGH = 5e-4  # of the lower bound: nothing is left to gain
 RELAXED_SEEDS, RELAX_RUNS = 3, 120  # how many of the best seeds have conversions undone, in how many simulations each
 
@@ -56,7 +59,7 @@ def pso(
         try:
             stopped = _fly(s, evaluator, rng, ingredients, made)
             if ingredients.restart and _may_gain(s, evaluator):
-                stopped = _fly(s, evaluator, rng, ingredients, uniform_seeds(s, rng, 2 * ingredients.particles))
+                _anneal(s, evaluator, rng, ingredients)
             return stopped
         except OutOfBudgetError as stop:
             return "seconds" if stop.reason == "seconds" else "evaluations"
@@ -96,10 +99,27 @@ def _fly(
     return "exhausted" if idle >= 50 else "converged"
 
 
+def _anneal(s: Structure, evaluator: Evaluator, rng: np.random.Generator, ingredients: Ingredients) -> None:
+    """Simulated annealing, in turn from the best placement and from keep-all, hotter than the swarm ever is.
+
+    In a small graph tensors are large beside the budget: better plans differ from the best in many places at once.
+    """
+    swarm = Swarm(s, evaluator, rng, ingredients)
+    idle = 0
+    for turn in range(MOST_ANNEALS):
+        before = evaluator.best_fitness
+        assert evaluator.best is not None, "the swarm has scored something"
+        start, heat = (evaluator.best, HEAT_OF_BEST) if turn % 2 == 0 else (s.problem.keep_all(), HEAT_OF_START)
+        swarm.anneal(start, max(1, min(ANNEAL_EVALUATIONS, evaluator.left())), heat, 1)
+        idle = 0 if evaluator.best_fitness < before else idle + 1
+        if idle >= IDLE_ANNEALS or not _may_gain(s, evaluator):
+            return
+
+
 def _may_gain(s: Structure, evaluator: Evaluator) -> bool:
-    """Whether a second swarm is worth its time: the graph is small, and the best plan is not near the bound."""
+    """Whether annealing is worth its time: the graph is small, and the best plan is not near the bound."""
     overflow, step_us = evaluator.best_fitness
-    close = not overflow and step_us <= (evaluator.lower_bound_us or 0.0) * (1 + EXPECTED_GAP)
+    close = not overflow and step_us <= (evaluator.lower_bound_us or 0.0) * (1 + SMALL_GAP)
     return s.problem.arrays.node_phase.shape[0] <= SMALL_NODES and not close
 
 
@@ -107,10 +127,10 @@ def _patience(s: Structure, evaluator: Evaluator, ingredients: Ingredients) -> i
     """Evaluations without a gain after which the swarm stops: more where they are cheap, fewer near the lower bound."""
     if ingredients.patience is not None:
         return ingredients.patience
-    base = float(np.clip(4_000_000 / s.problem.arrays.node_phase.shape[0], 800, 3000))
+    nodes = s.problem.arrays.node_phase.shape[0]
+    base = TINY_PATIENCE if nodes <= TINY_NODES else float(np.clip(4_000_000 / nodes, 800, 3000))
     overflow, step_us = evaluator.best_fitness
     if overflow or not evaluator.lower_bound_us:
         return int(base)
     gap = step_us / evaluator.lower_bound_us - 1
-    most = 2.5 if s.problem.arrays.node_phase.shape[0] <= TINY_NODES else 1.5
-    return int(base * np.clip(gap / EXPECTED_GAP, 0.25, most))
+    return int(base * np.clip(gap / EXPECTED_GAP, 0.25, 1.5))

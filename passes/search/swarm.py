@@ -21,6 +21,7 @@ from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, RECOMPUTE, SWAP, SimResu
 
 KICK_EVALUATIONS = 300
 WANDER_PRICE = 10.0
+WANDER_TEMPERATURE = 1e-3  # of the step, to begin with
 WANDER_TRIALS = 4  # neighbours looked at together; the first one that is accepted is taken
 
 
@@ -231,14 +232,22 @@ class Swarm:
         self._wander(order[-1], lead)
 
     def _wander(self, i: int, start: Placements) -> None:
+        self.bests[i], self.values[i] = self.anneal(start, KICK_EVALUATIONS, WANDER_TEMPERATURE, WANDER_TRIALS)
+        self.culprits.pop(i, None)
+
+    def anneal(self, start: Placements, runs: int, heat: float, together: int) -> tuple[Placements, Fitness]:
+        """Where simulated annealing over `runs` simulations ends; placements over the budget may be crossed.
+
+        heat: the first temperature as a share of the step. together: neighbours simulated at once.
+        """
         rng, link = self.rng, self.s.problem.link
         rate = WANDER_PRICE * (link.d2h_us_per_byte + link.h2d_us_per_byte)
         x = start.copy()
         value = self.evaluator.score(x)
         now = value[1] + rate * value[0]
-        for k in range(0, KICK_EVALUATIONS, WANDER_TRIALS):
-            temperature = 1e-3 * now * 10 ** (-2.5 * k / KICK_EVALUATIONS)
-            trials = [x.copy() for _ in range(WANDER_TRIALS)]
+        for k in range(0, runs, together):
+            temperature = heat * now * 10 ** (-2.5 * k / runs)
+            trials = [x.copy() for _ in range(together)]
             for trial in trials:
                 draw = rng.random()
                 if draw < 0.5:
@@ -252,8 +261,7 @@ class Swarm:
                 if energy <= now or rng.random() < np.exp((now - energy) / temperature):
                     x, now, value = trial, energy, got
                     break
-        self.bests[i], self.values[i] = x, value
-        self.culprits.pop(i, None)
+        return x, value
 
     def trim(self, particles: int) -> None:
         """Keep the best particles only."""
