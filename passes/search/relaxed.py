@@ -100,7 +100,7 @@ def relaxed_seeds(
         best = value if best is None else min(best, value)
         if idle >= IDLE_RELAXATIONS:
             break
-        anchors = _retarget(s, flow, result, budget, anchors, targets, most=len(bound.anchors) + MORE_ANCHORS)
+        anchors = retarget(s, flow, result, budget, anchors, targets, most=len(bound.anchors) + MORE_ANCHORS)
         no_swap[waits] = True
         if int(s.reachable.sum()) > VERY_SLOW_DECISIONS:
             # Swaps that this solution does not use are most of the next program's size.
@@ -108,7 +108,7 @@ def relaxed_seeds(
     return made
 
 
-def _retarget(
+def retarget(
     s: Structure,
     flow: Flow,
     result: SimResult,

@@ -159,6 +159,19 @@ def test_the_gap_is_small_and_never_negative(make, share: float) -> None:  # typ
     assert 0 <= found.gap < 0.05
 
 
+def test_what_a_codec_computes_on_the_way_to_the_host_is_in_the_bound() -> None:
+    problem, _ = chain(8)
+    budget = int(0.5 * evaluate(problem, problem.keep_all(), 1 << 60)[0])
+    g = problem.arrays
+    allowed = problem.allowed.copy()
+    allowed[:, COMPRESS_SWAP] = allowed[:, SWAP]
+    nothing = np.full_like(g.storage_link_bytes, 1)
+    slow = g._replace(storage_link_bytes=nothing, storage_encode_us=g.storage_encode_us + 1e6)
+    packed = Problem(slow, problem.link, allowed, problem.group)
+    # Nearly nothing goes over the link, and each codec takes longer than the step: nobody gains by it.
+    assert lower_bound(packed, budget).step_us == pytest.approx(lower_bound(problem, budget).step_us, rel=1e-3)
+
+
 def test_a_generous_budget_is_bounded_by_the_compute() -> None:
     problem, _ = residual(4)
     peak, step = evaluate(problem, problem.keep_all(), 1 << 60)

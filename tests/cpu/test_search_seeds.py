@@ -9,10 +9,10 @@ import pytest
 
 from benchmarks.search_problems import GraphBuilder, load_case, residual, transformer
 from fxhome.passes.search import lower_bound, search
-from fxhome.passes.search.bound import Bound
+from fxhome.passes.search.bound import Bound, rounded
 from fxhome.passes.search.evaluator import Evaluator
 from fxhome.passes.search.flow import read_flow
-from fxhome.passes.search.relaxed import SHORT_WAIT, relaxed_seeds, without_waits
+from fxhome.passes.search.relaxed import SHORT_WAIT, relaxed_seeds, retarget, without_waits
 from fxhome.passes.search.structure import instruction_times, read_structure
 from fxhome.passes.simulate import KEEP, SWAP, Link, Problem, evaluate, simulate
 from fxhome.passes.simulate_kernels import ALIAS, BACKWARD, FORWARD, INPUT
@@ -138,3 +138,24 @@ def test_a_view_of_what_the_backward_reads_otherwise_stays() -> None:
     arrays = problem.arrays._replace(backward_alias=alias)
     flow = read_flow(read_structure(Problem(arrays, problem.link, problem.allowed, problem.group)))
     assert not flow.seen_through.any()
+
+
+def test_only_where_the_program_is_over_the_budget_does_the_relaxation_aim_lower() -> None:
+    problem, _ = residual(8)
+    s, budget = read_structure(problem), int(0.6 * _peak(problem))
+    flow = read_flow(s)
+    bound = lower_bound(problem, budget, structure=s, held=False)
+    assert bound.shares is not None
+    result = simulate(problem, rounded(s, bound.shares), EVERYTHING)
+    program = result.program.tolist()
+    # Over the budget at one anchor alone: the others have room to spare.
+    result.curve[:] = budget - 1000
+    over = bound.anchors[-1]
+    result.curve[program.index(over)] = budget + 4096
+    targets: dict[int, int] = {}
+
+    anchors = retarget(s, flow, result, budget, bound.anchors, targets, most=len(bound.anchors))
+
+    assert anchors == bound.anchors
+    assert targets.pop(over) == budget - 4096
+    assert set(targets.values()) == {budget}
