@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.search_problems import chain, dense, load_case, residual, transformer
-from benchmarks.search_report import TEXT, Row, draw
+from benchmarks.search_report import PROBLEMS, TEXT, Row, draw
 from fxhome.passes.search import POLICIES, SearchResult, lower_bound, minimum_peak, search
 from fxhome.passes.search.bound import SEEN_DECISIONS
 from fxhome.passes.search.seeds import Ingredients
@@ -265,9 +265,15 @@ def main() -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         found["machine"] = f"{cores} cores, {platform.machine()}, Python {platform.python_version()}"
         saved.write_text(json.dumps(found, indent=1) + "\n")
+    write(found)
+
+
+def write(found: dict[str, Any]) -> None:
+    """The text and the picture of all sections found."""
     if "convergence" in found:
         draw(found["convergence"], RESULTS / "search_convergence.png")
-    parts = ["# Search", f"Seed 0, {found['machine']}. Figures are the simulator's, not a GPU's."]
+    parts = ["# Search", f"Seed 0, {found['machine']}. Figures are the simulator's, not a GPU's.", PROBLEMS]
+    parts += [note for name, note in found.get("notes", {}).items() if name in found]
     for name in SECTIONS:
         if name in found:
             parts += [TEXT[name](found[name]), f"`{found['commands'][name]}`"]
