@@ -14,7 +14,7 @@ from fxhome.passes.search.structure import Structure
 from fxhome.passes.search.swarm import KICK_EVALUATIONS, Swarm
 
 SMALL_NODES = 1500  # evaluations of such a graph are so cheap that annealing may follow the swarm
-TINY_NODES, TINY_PATIENCE = 300, 1500.0  # ... and here annealing finds what the swarm does not
+TINY_NODES, TINY_PATIENCE = 300, 1000.0  # ... and here annealing finds what the swarm does not
 ANNEAL_EVALUATIONS, MOST_ANNEALS, IDLE_ANNEALS = 2000, 8, 4
 HEAT_OF_BEST, HEAT_OF_START = 0.02, 0.04  # of the step: annealing in turn from the best plan and from keep-all
 LEAST_GAIN = 5e-4  # of the step: what counts as progress

@@ -25,7 +25,9 @@ IDLE_RELAXATIONS = 2  # solved in vain, one after the other, before they end
 MORE_ANCHORS = 3  # in all the further relaxations of a large graph
 NEAR_BUDGET = 0.01  # of the budget: a peak this near below it leaves nothing to a further relaxation ...
 NEAR_STEP = 0.003  # ... and a step this near above the relaxation's
-REPAIR_PRICES = (4.0, 0.3, 0.01)  # of the link: it may be full or idle where the rounded program is over the budget
+# The link may be full or idle where the rounded program is over the budget.
+REPAIRS = tuple(Prices(link=price, share=1.0) for price in (4.0, 0.3, 0.01))
+HIDDEN = Prices(link=0.01, share=1.0, hidden=True)
 SHORT_WAIT = 1e-3  # of the step
 MOST_WAITS = 24
 UNLIMITED = 1 << 60
@@ -86,7 +88,8 @@ def relaxed_seeds(
             targets = {anchor: (target + budget) // 2 for anchor, target in targets.items()}
             continue
         start, waits, result = without_waits(s, evaluator, rounded(s, bound.shares))
-        repairs = [repair(s, evaluator, start, Prices(link=price, share=1.0)) for price in REPAIR_PRICES]
+        prices = (*REPAIRS, HIDDEN)
+        repairs = [repair(s, evaluator, start, price) for price in prices]
         made += [fixed for fixed, _ in repairs]
         repaired = min((run for _, run in repairs), key=lambda run: fitness(run.peak_bytes, run.step_us, budget))
         if not _is_slow(s):

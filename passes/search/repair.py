@@ -17,11 +17,15 @@ from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, REC
 
 @dataclass(frozen=True)
 class Prices:
-    """What a us of link time and of recomputation is believed to cost, and the share of the overflow taken per step."""
+    """What a us of link time and of recomputation is believed to cost, and the share of the overflow taken per step.
+
+    hidden: what the link cannot hide, beside all that moves already, is not swapped.
+    """
 
     link: float = 0.5
     recompute: float = 1.0
     share: float = 0.5
+    hidden: bool = False
 
 
 Tried = set[tuple[int, int]]
@@ -96,6 +100,46 @@ def _offers(s: Structure, placement: Placements, result: SimResult, prices: Pric
     )
 
 
+class _Queues:
+    """What the link carries out before a moment of the program and back after it, all of it hidden so far or not."""
+
+    def __init__(self, s: Structure, placement: Placements, result: SimResult, position: int) -> None:
+        self.s, self.result, self.now = s, result, float(result.start_us[position])
+        g = s.problem.arrays
+        own = np.flatnonzero((result.recomputed == 0) & (result.program < g.node_phase.shape[0]))
+        self.start_us = np.full(g.node_phase.shape[0], result.step_us)
+        self.start_us[result.program[own]] = result.start_us[own]
+        moved = np.flatnonzero((result.saved == 1) & (result.issue_out >= 0) & (result.produced < position))
+        self.copies = [self._copy(int(d), int(placement[d])) for d in moved]
+
+    def _copy(self, storage: int, choice: int) -> tuple[float, float, float, float]:
+        """(when it is made, us out, us back, when it is read again)."""
+        link, g = self.s.problem.link, self.s.problem.arrays
+        moved = int((g.storage_copy_bytes if choice == SWAP else g.storage_link_bytes)[storage])
+        made, first = int(self.result.produced[storage]), int(self.s.first_reader[storage])
+        return (
+            float(self.result.start_us[made + 1]) if made >= 0 else self.now,
+            link.latency_us + moved * link.d2h_us_per_byte,
+            link.latency_us + moved * link.h2d_us_per_byte,
+            float(self.start_us[first]) if first >= 0 else self.result.step_us,
+        )
+
+    def take(self, storage: int, choice: int) -> bool:
+        """Whether this copy is hidden too; it then counts for what follows."""
+        copies = [*self.copies, self._copy(storage, choice)]
+        out = 0.0
+        for made, us, _, _ in sorted(copies):
+            out = max(out, made) + us
+        back, late = self.now, False
+        for _, _, us, read in sorted(copies, key=lambda copy: copy[3]):
+            back += us
+            late = late or back > read
+        if late or out > self.now:
+            return False
+        self.copies = copies
+        return True
+
+
 def convert(
     s: Structure,
     placement: Placements,
@@ -111,9 +155,12 @@ def convert(
     wanted = over_bytes * prices.share
     freed = 0.0
     done: set[int] = set()
+    queues = _Queues(s, placement, result, result.peak_position) if prices.hidden else None
     for i in order:
         storage, choice = int(offers.storage[i]), int(offers.choice[i])
         if storage in done or (storage, choice) in tried:
+            continue
+        if queues is not None and choice in (SWAP, COMPRESS_SWAP) and not queues.take(storage, choice):
             continue
         done.add(storage)
         tried.add((storage, choice))
