@@ -52,6 +52,13 @@ def test_the_first_plans_of_a_real_model_are_near_the_bound(share: float) -> Non
     assert found.gap < 0.03
 
 
+def test_swaps_that_the_link_hides_bring_a_rounded_relaxation_within_the_budget() -> None:
+    problem, classes = load_case(PROFILES / "vgg16_h200.npz")
+    found = search(problem, int(0.6 * _peak(problem)), storage_class=classes, max_evaluations=0)
+    assert found.gap is not None
+    assert found.gap < 0.002  # dearer: codecs and recomputation while the link is idle
+
+
 def test_no_seed_comes_from_a_relaxation_that_nothing_meets() -> None:
     problem, _ = residual(4)
     s = read_structure(problem)
