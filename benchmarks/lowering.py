@@ -139,6 +139,8 @@ def measure(name: str, budget: str) -> Row:
         situation = Situation(resident_bytes=None, free_bytes=profile.total_memory_bytes)
         try:
             variant = inner_inductor.compile_inductor(gm, inputs, plan_step, situation)
+            if variant.planned is None:
+                return gm  # there is no backward in it: what a graph break left
             # Of all that were tried, the one that was taken; once checked its peak is the lowered one.
             (row.model_bytes,) = [size for one, size in tried if one is variant.planned]
             plan = variant.planned.plan

@@ -206,7 +206,7 @@ def _vision(build: Callable[[], nn.Module], batch: int, size: int = 224) -> Call
     def built(device: torch.device) -> Built:
         on_cuda = device.type == "cuda"
         count, side = (batch, size) if on_cuda else (16, 64)
-        with device:
+        with torch.device(device):
             model = Classifier(build(), autocast=on_cuda)
             return model, (torch.randn(count, 3, side, side), torch.randint(0, 1000, (count,)))
 
@@ -243,7 +243,7 @@ def _transformers(kind: str, batch: int, tokens: int, **config: Any) -> Callable
         on_cuda = device.type == "cuda"
         count, length = (batch, tokens) if on_cuda else (8, 64)
         settings = getattr(transformers, kind.split(":")[0])(**config)
-        with device:
+        with torch.device(device):
             model = _Loss(getattr(transformers, kind.split(":")[1])(settings), autocast=on_cuda)
             ids = torch.randint(0, 1000, (count, length))
             return model, (ids, ids)
@@ -274,7 +274,7 @@ class _Recurrent(nn.Module):
 
 def _recurrent(device: torch.device) -> Built:
     count, width, steps = (4096, 1024, 32) if device.type == "cuda" else (256, 32, 16)
-    with device:
+    with torch.device(device):
         return _Recurrent(width, steps), (torch.randn(count, steps, width), torch.randn(count, steps, width))
 
 
