@@ -6,6 +6,7 @@ peak at kernel k, over the limit:   a reload in flight there starts behind it
                                     what was fused across it is unfused (unfuse.py)
 """
 
+import itertools
 from typing import Any
 
 from fxhome.passes import unfuse
@@ -39,7 +40,8 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
             nodes, buffers = _settled(split, buffers, limit_bytes)
             continue
         sizes = {buffer.name: buffer.size_bytes for buffer in buffers.buffers}
-        for tried in unfuse.held_back(nodes, worst, sizes):
+        ways = (unfuse.held_back(nodes, worst, sizes), unfuse.brought_forward(nodes, worst, sizes))
+        for tried in itertools.chain(*ways):
             order, counted = _settled(tried, buffers, limit_bytes)
             if _worst(order, counted)[0] < peak_bytes:
                 nodes, buffers = order, counted

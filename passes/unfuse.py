@@ -6,9 +6,13 @@
     mean(x) for now, x - mean(x) for later                       -> fused: the second waits in memory
     plan: the second is made when it is read                     -> held back
 
+    sum(g1) + sum(g2) + ..., each when it is there     -> fused: all of g1, g2, ... wait for the last one
+    plan: sum(g1), then g2                             -> brought forward: one of them is alive at a time
+
 A plan counts on its own order; such a fusion costs less time than it costs memory where memory is short.
 """
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -62,6 +66,64 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
         back = _joined(node.scheduler, late) if early else node
         yield [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
         node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
+
+
+def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> Iterator[list[Any]]:
+    """Orders in which a kernel behind `worst` makes before it, in a kernel of its own, what it can: what it reads for
+    that need not wait. Those that leave most room first; size_bytes, and what becomes of an order: see `held_back`.
+    """
+    index = {node: i for i, node in enumerate(nodes)}
+    made_at = {buffer.get_name(): index[node] for node in nodes for buffer in node.get_outputs()}
+    readers: dict[str, list[int]] = {}
+    for i, node in enumerate(nodes):
+        for dep in (*node.unmet_dependencies, *node.read_writes.reads):
+            readers.setdefault(dep.name, []).append(i)
+    found = []
+    for node in nodes[worst + 1 :]:
+        if type(node).__name__ != "FusedSchedulerNode":
+            continue
+        early = _made_early(node, worst, made_at)
+        rest = [loop for loop in node.get_nodes() if loop not in early]
+        if not early or not rest:
+            continue
+        needed = {dep.name for loop in rest for dep in (*loop.unmet_dependencies, *loop.read_writes.reads)}
+        freed = {
+            name
+            for loop in early
+            for name in (dep.name for dep in loop.read_writes.reads)
+            if name not in needed and all(i < worst or i == index[node] for i in readers[name])
+        }
+        made = [buffer for loop in early for buffer in loop.get_outputs()]
+        waits = [b for b in made if b.get_name() in needed or len(set(readers.get(b.get_name(), []))) > 1]
+        gain = sum(size_bytes.get(name, 0) for name in freed) - sum(_size_bytes(buffer) for buffer in waits)
+        if gain > 0:
+            found.append((gain, index[node], early, rest))
+    found.sort(key=lambda item: (-item[0], item[1]))
+    for _, i, early, rest in found[:MAX_CANDIDATES]:
+        node = nodes[i]
+        pieces = [_joined(node.scheduler, loops) for loops in (early, rest)]
+        yield [*nodes[:worst], pieces[0], *nodes[worst:i], pieces[1], *nodes[i + 1 :]]
+        node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
+
+
+def _made_early(node: Any, worst: int, made_at: Mapping[str, int]) -> list[Any]:
+    """The loops of a kernel for which all is there before `worst`."""
+    early: list[Any] = []
+    names: set[str] = set()
+    for loop in sorted(node.get_nodes(), key=lambda loop: loop.min_order):
+        inside = {buffer.get_name() for other in node.get_nodes() for buffer in other.get_outputs()}
+        if all(
+            dep.name in names if dep.name in inside else made_at.get(dep.name, -1) < worst
+            for dep in loop.unmet_dependencies
+        ):
+            early.append(loop)
+            names |= {buffer.get_name() for buffer in loop.get_outputs()}
+    return early
+
+
+def _size_bytes(buffer: Any) -> int:
+    """Of a result, written or not."""
+    return math.prod(int(length) for length in buffer.node.get_size()) * int(buffer.node.get_dtype().itemsize)
 
 
 def _read_late(node: Any, place: int, worst: int, readers: Mapping[str, Sequence[int]]) -> list[Any]:

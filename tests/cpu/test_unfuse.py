@@ -186,3 +186,37 @@ def test_an_order_that_is_not_taken_leaves_the_scheduler_as_it_was() -> None:
 @pytest.mark.parametrize("node", [object()])
 def test_what_is_no_fused_kernel_is_one_part(node: object) -> None:
     assert independent_parts(node) == [[node]]
+
+
+def test_sums_of_what_comes_one_after_the_other_are_taken_as_it_comes() -> None:
+    """Each large product is read by the next one and by a sum; Inductor takes all sums in one kernel at the end, which
+    then reads the weights once.
+    """
+
+    def function(x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for _ in range(5):
+            large = x @ w
+            found.append((large * weights).sum(1))
+            x = large @ w.t() / 32
+        return found
+
+    x, w, weights = torch.randn(512, 16), torch.randn(16, 1024) / 4, torch.randn(512, 1024)
+    fitted = Least()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(_post_fusion_custom_pass=fitted, fx_graph_cache=False), torch.no_grad():
+        found = torch.compile(function, dynamic=False)(x, w, weights)
+    large_bytes = 512 * 1024 * 4
+    assert fitted.peaks[0] > 5 * large_bytes
+    assert fitted.peaks[1] < 2 * large_bytes
+    torch.testing.assert_close(found, function(x, w, weights), rtol=1e-4, atol=1e-3)
+
+
+class Least(Fitted):
+    """Asks for nothing at all, and takes what comes of it."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        buffers = LoweredBuffers(nodes, {})
+        fitted, counted = fit(nodes, buffers, 0)
+        self.peaks = [buffers.peak(nodes).peak_bytes, counted.peak(fitted).peak_bytes]
+        return fitted
