@@ -5,8 +5,8 @@
 
 Per model: a few eager steps for the losses, then the same steps from the same weights under each budget, with the
 allocator capped at budget + max(256 MiB, 3 %) from the third step on (until then nothing is known of the budget in
-bytes). `worst step` is the largest peak that torch's counters showed in any step but the first two, `off` the largest
-difference of a loss to the eager one. Writes <out>_<device>.json and .md after each row.
+bytes). `worst step` is the largest peak that torch's counters showed in any step, the first one included, `off` the
+largest difference of a loss to the eager one. Writes <out>_<device>.json and .md after each row.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def _trained(step: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...]
             cap_bytes = asked + max(256 << 20, asked * 3 // 100)
             _empty_cache()
             torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
-    for i in range(STEPS):  # steered, as users run them
+    for i in range(STEPS):  # with blocks laid where they are scattered, as users run them
         torch.manual_seed(i)
         start = time.perf_counter()
         loss = step(*inputs)
@@ -131,8 +131,8 @@ def _trained(step: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...]
         del loss
     plans = fxhome.plans()
     plan = plans[-1]
-    eager = {"plans": len(plans)}
-    return eager | {
+    return {
+        "plans": len(plans),
         "asked_bytes": plan.budget_bytes,
         "predicted_bytes": max(p.predicted_peak_bytes for p in plans),
         "measured_bytes": max((p.measured_peak_bytes or 0) for p in plans),
@@ -191,7 +191,7 @@ def table(rows: dict[str, Any], device: str) -> str:
             continue
         asked = row["asked_bytes"]
         peaks = [row[name] / 1e9 for name in ("asked_bytes", "predicted_bytes", "measured_bytes")]
-        worst = max(row["step_bytes"][2:], default=0)
+        worst = max(row["step_bytes"], default=0)
         off = max(abs(a - b) / max(abs(b), 1e-9) for a, b in zip(row["losses"], row["eager"], strict=True))
         lines.append(
             f"| {key} | {' / '.join(f'{peak:.3f}' for peak in peaks)} | {worst / 1e9:.3f} | "

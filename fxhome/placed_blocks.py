@@ -290,8 +290,9 @@ class PlacedBlocks:
             # Steps run as well without: a mistake in here must not end a training.
             log.exception("fxhome: laying blocks failed")
             self._give_up(f"{type(error).__name__}: {error}")
-        calls = {_Mode.RECORDING: self._hooked, _Mode.STEERING: self._steered}.get(self._mode)
-        self._calls = calls if calls is not None else self._plain
+        hooked = self._hooked if self._mode is _Mode.RECORDING else self._steered
+        is_hooked = self._mode in (_Mode.RECORDING, _Mode.STEERING)
+        self._calls = hooked if is_hooked and hooked is not None else self._plain
 
     def _is_ready(self) -> bool:
         return self._steps >= SETTLED_STEPS and not _is_paused and self.is_settled()
