@@ -28,7 +28,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_map
 
 from benchmarks.pretend_gpu import environment, install, known_timings, with_estimated_host
-from benchmarks.workloads import WORKLOADS
+from benchmarks.promise_models import MODELS
+from benchmarks.workloads import WORKLOADS, Built
 from fxhome import inner_inductor
 from fxhome.device import DeviceProfile
 from fxhome.errors import InfeasibleBudgetError
@@ -153,13 +154,21 @@ def measure(name: str, budget: str) -> Row:
         raise _DoneError
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    model, arguments = _fake(*WORKLOADS[name].build(WORKLOADS[name].batch["cuda"], _Meta("meta")), mode)
+    model, arguments = _fake(*_built(name), mode)
     try:
         with mode:
             torch.compile(model, backend=compile_graph)(*arguments)
     except _DoneError:
         pass
     return row
+
+
+def _built(name: str) -> Built:
+    """A workload, or one of the models on which the promise is tried."""
+    device: Any = _Meta("meta")
+    if name in WORKLOADS:
+        return WORKLOADS[name].build(WORKLOADS[name].batch["cuda"], device)
+    return MODELS[name](device)
 
 
 class _DoneError(BaseException):

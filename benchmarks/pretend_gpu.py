@@ -107,6 +107,8 @@ def environment(folder: Path) -> dict[str, str]:
         "LD_LIBRARY_PATH": str(folder),
         "TORCHINDUCTOR_COMPILE_THREADS": "1",
         "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor"),
+        # Whether a padded product pays is tried out on the device.
+        "TORCHINDUCTOR_SHAPE_PADDING": "0",
     }
 
 
