@@ -26,8 +26,10 @@ import torch
 from torch import nn
 
 import fxhome
+from benchmarks.enforced import cap_allocator
 from benchmarks.workloads import Decoder
 from fxhome.backend import fxhome as backend
+from fxhome.inductor_graphs import cap_of
 
 VARIABLE = "PYTORCH_CUDA_ALLOC_CONF"
 EXPANDABLE = "expandable_segments:True"
@@ -137,10 +139,8 @@ def train(arguments: argparse.Namespace, case: dict[str, Any]) -> dict[str, Any]
             if i == 1:
                 # From here on more than this is out of memory.
                 budget_bytes = fxhome.plans()[-1].budget_bytes
-                cap_bytes = budget_bytes + max(256 << 20, budget_bytes * 3 // 100)
-                torch.cuda.empty_cache()
-                total_bytes = torch.cuda.get_device_properties(0).total_memory
-                torch.cuda.set_per_process_memory_fraction(cap_bytes / total_bytes)
+                cap_bytes = cap_of(budget_bytes)
+                cap_allocator(cap_bytes)
                 torch.cuda.reset_peak_memory_stats()
         times.append(time.perf_counter() - begin)
         del loss

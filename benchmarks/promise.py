@@ -27,8 +27,10 @@ import torch
 from torch import nn
 
 import fxhome
+from benchmarks.enforced import cap_allocator, smallest_budget
 from benchmarks.promise_models import MODELS
 from fxhome.backend import fxhome as backend
+from fxhome.inductor_graphs import cap_of
 from fxhome.placed_blocks import unsteered
 
 STEPS = 9
@@ -75,10 +77,10 @@ def measure(name: str, budget: str, inner: str | None) -> dict[str, Any]:
     model.load_state_dict(weights)
     options: dict[str, Any] = {"inner": inner} if inner else {}
     try:
-        asked: int | str = _smallest(model, inputs, options) if budget == "min" else budget
+        asked: int | str = smallest_budget(model, inputs, options) if budget == "min" else budget
         torch._dynamo.reset()
         gc.collect()
-        _empty_cache()
+        torch.cuda.empty_cache()
         step = torch.compile(model, backend=backend, options=options | {"memory_budget": asked})
         row |= _trained(step, model, inputs, device)
     except (fxhome.FxhomeError, torch.OutOfMemoryError) as error:
@@ -114,10 +116,8 @@ def _trained(step: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...]
         if i == 0:
             first_seconds = time.perf_counter() - begin
         if i == 1 and device.type == "cuda":
-            asked = fxhome.plans()[-1].budget_bytes
-            cap_bytes = asked + max(256 << 20, asked * 3 // 100)
-            _empty_cache()
-            torch.cuda.set_per_process_memory_fraction(cap_bytes / torch.cuda.get_device_properties(0).total_memory)
+            cap_bytes = cap_of(fxhome.plans()[-1].budget_bytes)
+            cap_allocator(cap_bytes)
     for i in range(STEPS):  # with blocks laid where they are scattered, as users run them
         torch.manual_seed(i)
         start = time.perf_counter()
@@ -156,19 +156,6 @@ def _losses(step: Callable[..., Any], model: nn.Module, inputs: tuple[Any, ...])
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return found
-
-
-def _smallest(model: nn.Module, inputs: tuple[Any, ...], options: dict[str, Any]) -> int:
-    try:
-        torch.compile(model, backend=backend, options=options | {"memory_budget": 1 << 20})(*inputs)
-    except fxhome.InfeasibleBudgetError as error:
-        return error.minimum_bytes or 0
-    raise AssertionError("a budget of 1 MiB was accepted")
-
-
-def _empty_cache() -> None:
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def table(rows: dict[str, Any], device: str) -> str:

@@ -32,11 +32,13 @@ import torch
 from torch import nn
 
 import fxhome
+from benchmarks.enforced import cap_allocator, smallest_budget
 from benchmarks.quiet import getting_ready, quiet, tuned_in_turn
 from benchmarks.step_table import picture, table
 from benchmarks.step_trace import DeviceEvent, kernel_differences, summary, trace_step
 from benchmarks.workloads import WORKLOADS
 from fxhome.device import measuring_turn
+from fxhome.inductor_graphs import cap_of
 from fxhome.placed_blocks import unsteered
 
 RECOMPUTE_BUDGETS = (0.8, 0.6, 0.5, 0.3, 0.1)
@@ -295,9 +297,7 @@ class Bench:
             parameter.grad = None
         gc.collect()
         if self.device.type == "cuda":
-            torch.cuda.empty_cache()
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(1.0 if cap_bytes is None else min(1.0, cap_bytes / total))
+            cap_allocator(cap_bytes)
 
     def retries(self) -> int:
         """How often the allocator has had to give memory back before it could go on: each stops the device."""
@@ -376,7 +376,9 @@ class Bench:
 
     def fxhome(self, budget: str) -> Method:
         """fxhome under an enforced budget."""
-        asked: object = self.smallest() if budget == "min" else budget
+        asked: object = budget
+        if budget == "min":
+            asked = smallest_budget(self.model, self.inputs, self.options(None))
         step = torch.compile(self.model, backend=_backend(), options=self.options(asked))
         return self.plain(lambda: step(*self.inputs))
 
@@ -404,16 +406,8 @@ class Bench:
             "search": [plan.search.evaluations, plan.search.seconds, plan.search.stopped_by],
             "planning": planned.step_seconds,
             "notes": list(plan.notes),
-            "cap_bytes": plan.budget_bytes + max(256 << 20, plan.budget_bytes * 3 // 100),
+            "cap_bytes": cap_of(plan.budget_bytes),
         }
-
-    def smallest(self) -> int:
-        """The smallest budget that fxhome names when it refuses an impossible one."""
-        try:
-            torch.compile(self.model, backend=_backend(), options=self.options("1MiB"))(*self.inputs)
-        except fxhome.InfeasibleBudgetError as error:
-            return error.minimum_bytes or 0
-        raise AssertionError("a budget of 1 MiB was accepted")
 
     def write(self) -> None:
         """JSON with everything, Markdown with the table, a picture of the front."""

@@ -125,7 +125,7 @@ def lower(
             return _compile_fx(gm, example_inputs, patches, **extra)
         assert check is not None, "a plan is checked"
         joined = concatenations_kept_whole() if check.keeps_concatenations_whole else contextlib.nullcontext()
-        kept = buffers_used_again(check)
+        kept = buffers_used_again(lambda: check.room)
         with torch._functorch.config.patch(donated_buffer=False), channels_last_kept(), joined, kept:
             return _compile_fx(gm, example_inputs, patches, **extra)
 

@@ -130,6 +130,7 @@ class PlacedBlocks:
         self._steered: Calls | None = None
         self._steered_at: frozenset[int] = frozenset()
         self._steered_by: Mapping[int, Plugs] = {}
+        self._first = 0
         self._mode = _Mode.WAITING if is_expected else _Mode.WATCHING
         self._seen: str | None = None
         self._phase = _Phase.IDLE
@@ -161,11 +162,6 @@ class PlacedBlocks:
         return self._hooked.hooks if self._hooked is not None else 0
 
     @property
-    def _first(self) -> int:
-        """The number of this part's first hook in a step of several parts."""
-        return self._part * self.hooks
-
-    @property
     def is_recording(self) -> bool:
         """Whether this step's allocations are recorded, or those of one that is looked at when the next one begins."""
         return self._mode is _Mode.RECORDING
@@ -180,7 +176,7 @@ class PlacedBlocks:
             if plugs is not None:
                 self._plug(plugs)
         elif self._marks is not None:
-            self._mark(self._first + hook)
+            self._mark(self._part * self.hooks + hook)
 
     def _mark(self, hook: int | None) -> None:
         assert self._marks is not None
@@ -411,12 +407,12 @@ class PlacedBlocks:
                 layout = self._restored(layout)
             self.laid = layout.laid(self._state)
         assert self.laid is not None
-        self._table = self.laid.plugs
-        if self._steered is None or self._table is not self._steered_by:
+        self._table, self._first = self.laid.plugs, self._part * self.hooks
+        if self._table is not self._steered_by:
             # Layouts that take turns share one pair of calls: compiling them takes as long as many steps.
             self._steered_by = self._table
             wanted = self._steered_at.union(place % self.hooks for place in self._table)
-            if self._steered is None or wanted != self._steered_at:
+            if wanted != self._steered_at:
                 self._steered, self._steered_at = self._hook(self.at, wanted), wanted
 
     def _restored(self, layout: Layout) -> Layout:

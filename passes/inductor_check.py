@@ -133,10 +133,10 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         else:
             self.forward = peak
         self.order = [_label(node) for node in nodes]
-        self.room = Room(buffers.curve(nodes)[0], V.graph, buffers.by_name)
         self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         if self.only_measures:
             raise MeasuredError
+        self.room = Room(buffers.curve(nodes)[0], V.graph, buffers.by_name)
         return nodes
 
     def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:

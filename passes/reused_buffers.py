@@ -10,8 +10,8 @@ NEAR_KERNELS; small ones come from a pool of their own.
 """
 
 import contextlib
-from collections.abc import Container, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Container, Iterator, Sequence
+from typing import Any
 
 from fxhome.passes.allocator import SMALL_BYTES
 
@@ -51,18 +51,12 @@ class Room:
         return True
 
 
-class HasRoom(Protocol):
-    """Whoever sees the kernels of each graph before its code is written."""
-
-    room: Room | None
-    """Of the graph that is being lowered; None where nothing may be kept."""
-
-
 @contextlib.contextmanager
-def buffers_used_again(of: HasRoom) -> Iterator[None]:
+def buffers_used_again(room_of_graph: Callable[[], Room | None]) -> Iterator[None]:
     """While a graph is lowered in here, with `allow_buffer_reuse`, buffers are kept where there is room and only there.
 
-    Lowerings must not run at the same time in other threads (passes/torch_compat.py, compile_lock).
+    room_of_graph: asked when code is written; None, and nothing is kept. Lowerings must not run at the same time in
+    other threads (passes/torch_compat.py, compile_lock).
     """
     from torch._inductor.codegen.wrapper import AllocateLine
     from torch._inductor.virtualized import V
@@ -70,9 +64,10 @@ def buffers_used_again(of: HasRoom) -> Iterator[None]:
     original = AllocateLine.should_reuse_buffer
 
     def is_kept(self: Any, free_line: Any, size: int) -> bool:
-        if of.room is None or not of.room.knows(V.graph, free_line.node, self.node):
+        room = room_of_graph()
+        if room is None or not room.knows(V.graph, free_line.node, self.node):
             return False
-        return of.room.keep(int(size), free_line.scheduler_node_index, self.scheduler_node_index)
+        return room.keep(int(size), free_line.scheduler_node_index, self.scheduler_node_index)
 
     AllocateLine.should_reuse_buffer = is_kept  # type: ignore[method-assign]
     try:

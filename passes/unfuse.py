@@ -65,7 +65,7 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
         pieces = [_joined(node.scheduler, early)] if early else []
         back = _joined(node.scheduler, late) if early else node
         yield [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
-        node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
+        _make_known(node, node.get_nodes())
 
 
 def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> Iterator[list[Any]]:
@@ -76,8 +76,8 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
     made_at = {buffer.get_name(): index[node] for node in nodes for buffer in node.get_outputs()}
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
-        for dep in (*node.unmet_dependencies, *node.read_writes.reads):
-            readers.setdefault(dep.name, []).append(i)
+        for name in _needs(node):
+            readers.setdefault(name, []).append(i)
     found = []
     for node in nodes[worst + 1 :]:
         if type(node).__name__ != "FusedSchedulerNode":
@@ -86,15 +86,11 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
         rest = [loop for loop in node.get_nodes() if loop not in early]
         if not early or not rest:
             continue
-        needed = {dep.name for loop in rest for dep in (*loop.unmet_dependencies, *loop.read_writes.reads)}
-        freed = {
-            name
-            for loop in early
-            for name in (dep.name for dep in loop.read_writes.reads)
-            if name not in needed and all(i < worst or i == index[node] for i in readers[name])
-        }
+        needed = {name for loop in rest for name in _needs(loop)}
+        read = {dep.name for loop in early for dep in loop.read_writes.reads} - needed
+        freed = [name for name in read if all(i < worst or i == index[node] for i in readers[name])]
         made = [buffer for loop in early for buffer in loop.get_outputs()]
-        waits = [b for b in made if b.get_name() in needed or len(set(readers.get(b.get_name(), []))) > 1]
+        waits = [b for b in made if b.get_name() in needed or len(readers.get(b.get_name(), [])) > 1]
         gain = sum(size_bytes.get(name, 0) for name in freed) - sum(_size_bytes(buffer) for buffer in waits)
         if gain > 0:
             found.append((gain, index[node], early, rest))
@@ -103,15 +99,15 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
         node = nodes[i]
         pieces = [_joined(node.scheduler, loops) for loops in (early, rest)]
         yield [*nodes[:worst], pieces[0], *nodes[worst:i], pieces[1], *nodes[i + 1 :]]
-        node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in node.get_nodes()})
+        _make_known(node, node.get_nodes())
 
 
 def _made_early(node: Any, worst: int, made_at: Mapping[str, int]) -> list[Any]:
     """The loops of a kernel for which all is there before `worst`."""
     early: list[Any] = []
     names: set[str] = set()
+    inside = {buffer.get_name() for loop in node.get_nodes() for buffer in loop.get_outputs()}
     for loop in sorted(node.get_nodes(), key=lambda loop: loop.min_order):
-        inside = {buffer.get_name() for other in node.get_nodes() for buffer in other.get_outputs()}
         if all(
             dep.name in names if dep.name in inside else made_at.get(dep.name, -1) < worst
             for dep in loop.unmet_dependencies
@@ -119,6 +115,11 @@ def _made_early(node: Any, worst: int, made_at: Mapping[str, int]) -> list[Any]:
             early.append(loop)
             names |= {buffer.get_name() for buffer in loop.get_outputs()}
     return early
+
+
+def _needs(node: Any) -> set[str]:
+    """The buffers that must be there before a node runs, and all others that it reads."""
+    return {dep.name for dep in (*node.unmet_dependencies, *node.read_writes.reads)}
 
 
 def _size_bytes(buffer: Any) -> int:
@@ -160,5 +161,10 @@ def _joined(scheduler: Any, loops: list[Any]) -> Any:
     from torch._inductor.scheduler import FusedSchedulerNode
 
     piece = loops[0] if len(loops) == 1 else FusedSchedulerNode(scheduler, loops)
-    scheduler.name_to_fused_node.update({loop.get_name(): piece for loop in loops})
+    _make_known(piece, loops)
     return piece
+
+
+def _make_known(node: Any, loops: Sequence[Any]) -> None:
+    """Have the scheduler find a node under the names of its loops."""
+    node.scheduler.name_to_fused_node.update({loop.get_name(): node for loop in loops})

@@ -135,10 +135,12 @@ def chain_inputs(rows: int = 64, width: int = 32) -> tuple[torch.Tensor, torch.T
     return torch.randn(rows, width), torch.randn(width, width, requires_grad=True)
 
 
-def written_code(function: Callable[..., Any], *inputs: torch.Tensor, scheduler_pass: Any, inplace: bool) -> str:
+def written_code(
+    function: Callable[..., Any], *inputs: torch.Tensor, scheduler_pass: Any, inplace: bool, **more: Any
+) -> str:
     """The code that Inductor writes for `function`, with a pass over its scheduler nodes and no reuse of buffers.
 
-    inplace: whether results may be written over operands.
+    inplace: whether results may be written over operands. more: Inductor's settings.
     """
     from torch._inductor.utils import run_and_get_code
 
@@ -150,6 +152,6 @@ def written_code(function: Callable[..., Any], *inputs: torch.Tensor, scheduler_
         "cpp_wrapper": False,
     }
     torch._dynamo.reset()
-    with torch._inductor.config.patch(patches), torch.no_grad():
+    with torch._inductor.config.patch(patches | more), torch.no_grad():
         _, codes = run_and_get_code(torch.compile(function, backend="inductor"), *inputs)
     return "\n".join(codes)

@@ -15,7 +15,7 @@ from fxhome.passes.search.flow import Flow
 from fxhome.passes.search.relaxation import BOUNDARY
 from fxhome.passes.search.repair import Prices, repair
 from fxhome.passes.search.result import Fitness, Placements, fitness
-from fxhome.passes.search.structure import Structure, instruction_times
+from fxhome.passes.search.structure import Structure, instruction_times, own_runs
 from fxhome.passes.simulate import COMPRESS_SWAP, KEEP, SWAP, SimResult
 
 LARGE_DECISIONS = 4000  # above this many storages there is no relaxation: its cost grows faster than linearly
@@ -26,8 +26,7 @@ MORE_ANCHORS = 3  # in all the further relaxations of a large graph
 NEAR_BUDGET = 0.01  # of the budget: a peak this near below it leaves nothing to a further relaxation ...
 NEAR_STEP = 0.003  # ... and a step this near above the relaxation's
 # The link may be full or idle where the rounded program is over the budget.
-REPAIRS = tuple(Prices(link=price, share=1.0) for price in (4.0, 0.3, 0.01))
-HIDDEN = Prices(link=0.01, share=1.0, hidden=True)
+REPAIRS = (*(Prices(link=price, share=1.0) for price in (4.0, 0.3, 0.01)), Prices(link=0.01, share=1.0, hidden=True))
 SHORT_WAIT = 1e-3  # of the step
 MOST_WAITS = 24
 UNLIMITED = 1 << 60
@@ -88,17 +87,16 @@ def relaxed_seeds(
             targets = {anchor: (target + budget) // 2 for anchor, target in targets.items()}
             continue
         start, waits, result = without_waits(s, evaluator, rounded(s, bound.shares))
-        prices = (*REPAIRS, HIDDEN)
-        repairs = [repair(s, evaluator, start, price) for price in prices]
+        repairs = [repair(s, evaluator, start, price) for price in REPAIRS]
         made += [fixed for fixed, _ in repairs]
-        repaired = min((run for _, run in repairs), key=lambda run: fitness(run.peak_bytes, run.step_us, budget))
+        scored = [(fitness(run.peak_bytes, run.step_us, budget), run) for _, run in repairs]
+        value, repaired = min(scored, key=lambda pair: pair[0])
         if not _is_slow(s):
             drawn = rounded(s, bound.shares, rng)
             made.append(repair(s, evaluator, drawn, Prices(link=0.6, share=1.0))[0])
         near = (1 - NEAR_BUDGET) * budget < repaired.peak_bytes <= budget
         if near and repaired.step_us <= bound.step_us * (1 + NEAR_STEP):
             break
-        value = fitness(repaired.peak_bytes, repaired.step_us, budget)
         idle = 0 if best is None or value < best else idle + 1
         best = value if best is None else min(best, value)
         if idle >= IDLE_RELAXATIONS:
@@ -125,10 +123,7 @@ def retarget(
     The program is divided among the anchors, each instruction to the nearest. What an anchor's part exceeds the budget
     by is taken from its target; what it falls short by is given back, up to the budget.
     """
-    program, total, nodes = result.program, result.program.shape[0], s.problem.arrays.node_phase.shape[0]
-    own = np.flatnonzero((result.recomputed == 0) & (program < nodes))
-    position = np.full(nodes, -1, np.int64)
-    position[program[own]] = own
+    position, total = own_runs(s.problem.arrays, result), result.program.shape[0]
     places = sorted([(int(position[a]), a) for a in anchors if position[a] >= 0] + [(result.forward_length, BOUNDARY)])
     at = np.array([p for p, _ in places])
     edges = [0, *((at[1:] + at[:-1]) // 2 + 1).tolist(), total]

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from fxhome.passes.search.evaluator import Evaluator
 from fxhome.passes.search.result import Placements
-from fxhome.passes.search.structure import Structure, holders_at, recompute_price
+from fxhome.passes.search.structure import Structure, holders_at, own_runs, recompute_price
 from fxhome.passes.simulate import COMPRESS, COMPRESS_SWAP, KEEP, RECOMPUTE, RECOMPUTE_EACH, SWAP, SimResult
 
 
@@ -106,9 +106,8 @@ class _Queues:
     def __init__(self, s: Structure, placement: Placements, result: SimResult, position: int) -> None:
         self.s, self.result, self.now = s, result, float(result.start_us[position])
         g = s.problem.arrays
-        own = np.flatnonzero((result.recomputed == 0) & (result.program < g.node_phase.shape[0]))
-        self.start_us = np.full(g.node_phase.shape[0], result.step_us)
-        self.start_us[result.program[own]] = result.start_us[own]
+        places = own_runs(g, result)
+        self.start_us = np.where(places >= 0, result.start_us[places], result.step_us)
         moved = np.flatnonzero((result.saved == 1) & (result.issue_out >= 0) & (result.produced < position))
         self.copies = [self._copy(int(d), int(placement[d])) for d in moved]
 

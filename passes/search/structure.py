@@ -198,6 +198,15 @@ def instruction_times(g: SimArrays, program: Int32) -> Float64:
     return times
 
 
+def own_runs(g: SimArrays, result: SimResult) -> Int64:
+    """Where in the program each node runs for the first time, int64[nodes]; -1 for a node that only runs again."""
+    nodes = g.node_phase.shape[0]
+    own = np.flatnonzero((result.recomputed == 0) & (result.program < nodes))
+    places = np.full(nodes, -1, np.int64)
+    places[result.program[own]] = own
+    return places
+
+
 @dataclass(frozen=True, eq=False)
 class Holders:
     """Storages alive at one position and what moving each elsewhere would free."""

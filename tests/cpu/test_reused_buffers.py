@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from fxhome.passes.allocator import SMALL_BYTES
 from fxhome.passes.lowered_buffers import LoweredBuffers
 from fxhome.passes.reused_buffers import NEAR_KERNELS, Room, buffers_used_again
+from tests.graph_tools import written_code
 
 LARGE_BYTES = SMALL_BYTES + 1
 
@@ -71,22 +72,11 @@ class Measured:
         return None
 
 
-def code_of(function: Any, inputs: tuple[torch.Tensor, ...], measured: Measured, *, ours: bool = True) -> str:
+def code_of(function: Any, inputs: tuple[torch.Tensor, ...], measured: Measured) -> str:
     """The code that Inductor writes, buffers used again."""
-    from torch._inductor.utils import run_and_get_code
-
-    patches = {
-        "_post_fusion_custom_pass": measured,
-        "allow_buffer_reuse": True,
-        "reorder_for_peak_memory": False,
-        "fx_graph_cache": False,
-        "cpp_wrapper": False,
-    }
-    torch._dynamo.reset()
-    kept = buffers_used_again(measured) if ours else contextlib.nullcontext()
-    with torch._inductor.config.patch(patches), torch.no_grad(), kept:
-        _, codes = run_and_get_code(torch.compile(function, backend="inductor"), *inputs)
-    return "\n".join(codes)
+    settings = {"allow_buffer_reuse": True, "reorder_for_peak_memory": False}
+    with buffers_used_again(lambda: measured.room):
+        return written_code(function, *inputs, scheduler_pass=measured, inplace=True, **settings)
 
 
 def peak_of(code: str) -> int:
@@ -163,7 +153,7 @@ def test_inductor_is_left_as_it_was() -> None:
     from torch._inductor.codegen.wrapper import AllocateLine
 
     before = AllocateLine.should_reuse_buffer
-    with contextlib.suppress(KeyError), buffers_used_again(Measured()):
+    with contextlib.suppress(KeyError), buffers_used_again(lambda: None):
         assert AllocateLine.should_reuse_buffer is not before
         raise KeyError
     assert AllocateLine.should_reuse_buffer is before
