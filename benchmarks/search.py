@@ -2,9 +2,11 @@
 
     python -m benchmarks.search                 every section, on synthetic graphs and benchmarks/profiles/*.npz
     python -m benchmarks.search --sections quality,scaling --evaluations 5000
+    python -m benchmarks.search --sections speed --models densenet121_h200 --shares 0.6 --long-seconds 600 --out part
+    python -m benchmarks.search --merge part another_part     what was run apart, made into one report
 
 The profiles are training steps with operator times measured on an NVIDIA H200 (see `benchmarks.search_profiles`).
-Writes search.md, search.json and search_convergence.png in benchmarks/results. Steps are relative to keep-all.
+Writes search.md, search.json and search_convergence.png in --out, after each section. Steps are relative to keep-all.
 """
 
 import argparse
@@ -18,6 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +40,6 @@ SPEED_MODELS = {"resnet50_h200": 2.0, "densenet121_h200": 5.0, "gpt2_xl_h200": 5
 """Seconds that the default search may take, on two cores."""
 SPEED_SHARES = (0.6, 0.45, 0.3)
 SPEED_RUNS = 3
-LONG_EVALUATIONS = 12_000
 WIDE_GAP, MILP_SECONDS = 0.02, 20.0
 """Of a small graph, a gap from which on the integer program has a try at the bound, and for how long."""
 CURVES = ("pso", "home", "home_literal", "genetic", "annealing", "random")
@@ -58,6 +60,16 @@ ABLATION = {
     "uniform, no repair, no mutation": Ingredients(seeds=False, relaxation=False, repair=False, mutation=False),
 }
 Case = tuple[str, Problem, list[str]]
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to run: most evaluations of a search, the models and shares (all unless given), a long search's seconds."""
+
+    evaluations: int
+    names: tuple[str, ...]
+    shares: tuple[float, ...]
+    long_seconds: float
 
 
 def cases(names: Sequence[str] = ()) -> Iterator[Case]:
@@ -104,16 +116,16 @@ def _bound(problem: Problem, budget: int, ours: SearchResult) -> float:
     return below
 
 
-def quality(evaluations: int, names: Sequence[str]) -> list[Row]:
+def quality(asked: Asked) -> list[Row]:
     """Every policy at every budget of every model; the published searches get as many evaluations as ours may use."""
     rows = []
-    for name, problem, classes in cases(names):
+    for name, problem, classes in cases(asked.names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         least = minimum_peak(problem)[0] / peak
-        for share in SHARES:
+        for share in asked.shares or SHARES:
             budget = int(share * peak)
             results = [
-                search(problem, budget, policy=policy, max_evaluations=evaluations, storage_class=classes)
+                search(problem, budget, policy=policy, max_evaluations=asked.evaluations, storage_class=classes)
                 for policy in POLICIES
             ]
             bound = _bound(problem, budget, results[0])
@@ -122,14 +134,14 @@ def quality(evaluations: int, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def convergence(evaluations: int, names: Sequence[str]) -> list[Row]:
+def convergence(asked: Asked) -> list[Row]:
     """Best step against evaluations at 45 % of keep-all's peak."""
     rows = []
-    for name, problem, classes in _small_cases(names):
+    for name, problem, classes in _small_cases(asked.names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         for policy in CURVES:
             result = search(
-                problem, int(0.45 * peak), policy=policy, max_evaluations=evaluations, storage_class=classes
+                problem, int(0.45 * peak), policy=policy, max_evaluations=asked.evaluations, storage_class=classes
             )
             curve = [(at, us / step) for at, us in result.history]
             rows.append({"model": name, "policy": policy, "curve": curve, "evaluations": result.evaluations})
@@ -137,10 +149,10 @@ def convergence(evaluations: int, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def ablation(evaluations: int, names: Sequence[str]) -> list[Row]:
+def ablation(asked: Asked) -> list[Row]:
     """Each ingredient of the swarm left out, three seeds, equal evaluations, 45 % of keep-all's peak."""
     rows = []
-    for name, problem, classes in _small_cases(names):
+    for name, problem, classes in _small_cases(asked.names):
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
         budget = int(0.45 * peak)
         bound = lower_bound(problem, budget).step_us
@@ -152,7 +164,7 @@ def ablation(evaluations: int, names: Sequence[str]) -> list[Row]:
                     problem,
                     budget,
                     seed=seed,
-                    max_evaluations=evaluations,
+                    max_evaluations=asked.evaluations,
                     storage_class=classes,
                     ingredients=ingredients,
                 )
@@ -165,9 +177,8 @@ def ablation(evaluations: int, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def scaling(evaluations: int, names: Sequence[str]) -> list[Row]:
+def scaling(asked: Asked) -> list[Row]:
     """10, 100 and 1,000 transformer layers at half of keep-all's peak."""
-    del names
     rows = []
     for layers in (10, 100, 1000):
         problem, classes = transformer(layers)
@@ -178,7 +189,9 @@ def scaling(evaluations: int, names: Sequence[str]) -> list[Row]:
         each = (time.perf_counter() - started) / 5
         endless = Ingredients(patience=1 << 30)
         spent = time.process_time()
-        result = search(problem, peak // 2, max_evaluations=evaluations, storage_class=classes, ingredients=endless)
+        result = search(
+            problem, peak // 2, max_evaluations=asked.evaluations, storage_class=classes, ingredients=endless
+        )
         rows.append(
             {
                 "layers": layers,
@@ -195,14 +208,15 @@ def scaling(evaluations: int, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
+def speed(asked: Asked) -> list[Row]:
     """Wall time of the default search (the best of several runs) and how close it comes to a long one."""
-    del evaluations, names  # the default search stops by itself, on the models that the aims are for
     rows = []
     for name, limit in SPEED_MODELS.items():
+        if asked.names and name not in asked.names:
+            continue
         problem, classes = load_case(PROFILES / f"{name}.npz")
         peak, step = evaluate(problem, problem.keep_all(), 1 << 60)
-        for share in SPEED_SHARES:
+        for share in asked.shares or SPEED_SHARES:
             budget = int(share * peak)
             spent = [time.process_time()]
             runs = []
@@ -210,7 +224,14 @@ def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
                 runs.append(search(problem, budget, storage_class=classes))
                 spent.append(time.process_time())
             endless = Ingredients(patience=1 << 30)
-            long = search(problem, budget, max_evaluations=LONG_EVALUATIONS, storage_class=classes, ingredients=endless)
+            long = search(
+                problem,
+                budget,
+                max_evaluations=1 << 40,
+                search_seconds=asked.long_seconds,
+                storage_class=classes,
+                ingredients=endless,
+            )
             rows.append(
                 {
                     "model": name,
@@ -233,7 +254,7 @@ def speed(evaluations: int, names: Sequence[str]) -> list[Row]:
     return rows
 
 
-SECTIONS: dict[str, Callable[[int, Sequence[str]], list[Row]]] = {
+SECTIONS: dict[str, Callable[[Asked], list[Row]]] = {
     "quality": quality,
     "convergence": convergence,
     "ablation": ablation,
@@ -247,37 +268,62 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sections", default=",".join(SECTIONS), help="comma-separated: " + ", ".join(SECTIONS))
     parser.add_argument("--evaluations", type=int, default=5000, help="most evaluations of each search")
-    parser.add_argument("--models", default="", help="comma-separated; all unless given (speed and scaling: their own)")
+    parser.add_argument("--models", default="", help="comma-separated; all unless given (scaling has its own)")
+    parser.add_argument("--shares", type=float, nargs="*", default=[], help="budgets of quality and speed")
+    parser.add_argument("--long-seconds", type=float, default=60.0, help="what speed gives its long search")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--merge", type=Path, nargs="*", help="run nothing: add the rows that these folders hold")
     options = parser.parse_args()
-    names = [name for name in options.models.split(",") if name]
     wanted = options.sections.split(",")
     unknown = [name for name in wanted if name not in SECTIONS]
     if unknown:
         parser.error(f"unknown sections {unknown}; allowed are {list(SECTIONS)}")
-    RESULTS.mkdir(exist_ok=True)
-    saved = RESULTS / "search.json"
+    names = tuple(name for name in options.models.split(",") if name)
+    asked = Asked(options.evaluations, names, tuple(options.shares), options.long_seconds)
+    options.out.mkdir(parents=True, exist_ok=True)
+    saved = options.out / "search.json"
     found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
-    for name in wanted:
-        found[name] = SECTIONS[name](options.evaluations, names)
+    for part in options.merge or ():
+        merge(found, json.loads((part / "search.json").read_text()))
+    for name in wanted if options.merge is None else ():
+        found[name] = SECTIONS[name](asked)
         commands = found.setdefault("commands", {})
         commands[name] = f"python -m benchmarks.search --sections {name} --evaluations {options.evaluations}"
+        commands[name] += f" --long-seconds {options.long_seconds:.0f}" if name == "speed" else ""
         commands[name] += f" --models {options.models}" if names else ""
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         found["machine"] = f"{cores} cores, {platform.machine()}, Python {platform.python_version()}"
         saved.write_text(json.dumps(found, indent=1) + "\n")
-    write(found)
+    saved.write_text(json.dumps(found, indent=1) + "\n")
+    write(found, options.out)
 
 
-def write(found: dict[str, Any]) -> None:
+def merge(found: dict[str, Any], part: dict[str, Any]) -> None:
+    """Put a part's rows in place of those of the same model, budget, policy and variant, in the order of the models."""
+    order = [*SYNTHETIC, *(path.stem for path in sorted(PROFILES.glob("*.npz")))]
+    for section in part.get("commands", {}):
+        found.setdefault("commands", {})[section] = part["commands"][section].partition(" --models")[0]
+        rows = {_key(row): row for row in found.get(section, [])} | {_key(row): row for row in part.get(section, [])}
+        found[section] = list(rows.values())
+        if section != "scaling":
+            found[section].sort(key=lambda row: (order.index(row["model"]), -row.get("budget", 0)))
+    found["machine"] = part.get("machine", found.get("machine"))
+
+
+def _key(row: Row) -> tuple[Any, ...]:
+    return tuple(row.get(name) for name in ("model", "layers", "budget", "policy", "variant"))
+
+
+def write(found: dict[str, Any], folder: Path) -> None:
     """The text and the picture of all sections found."""
     if "convergence" in found:
-        draw(found["convergence"], RESULTS / "search_convergence.png")
+        draw(found["convergence"], folder / "search_convergence.png")
     parts = ["# Search", f"Seed 0, {found['machine']}. Figures are the simulator's, not a GPU's.", PROBLEMS]
     parts += [note for name, note in found.get("notes", {}).items() if name in found]
     for name in SECTIONS:
         if name in found:
             parts += [TEXT[name](found[name]), f"`{found['commands'][name]}`"]
-    (RESULTS / "search.md").write_text("\n\n".join(parts) + "\n")
+    (folder / "search.md").write_text("\n\n".join(parts) + "\n")
 
 
 if __name__ == "__main__":

@@ -87,9 +87,10 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
         if not early or not rest:
             continue
         needed = {name for loop in rest for name in _needs(loop)}
-        read = {dep.name for loop in early for dep in loop.read_writes.reads} - needed
-        freed = [name for name in read if all(i < worst or i == index[node] for i in readers[name])]
         made = [buffer for loop in early for buffer in loop.get_outputs()]
+        # What one loop reads of another is not among what the kernel reads.
+        read = {dep.name for loop in early for dep in loop.read_writes.reads if dep.name in readers} - needed
+        freed = [name for name in read if all(i < worst or i == index[node] for i in readers[name])]
         waits = [b for b in made if b.get_name() in needed or len(readers.get(b.get_name(), [])) > 1]
         gain = sum(size_bytes.get(name, 0) for name in freed) - sum(_size_bytes(buffer) for buffer in waits)
         if gain > 0:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch._inductor import custom_graph_pass
+from torch._inductor.scheduler import FusedSchedulerNode
 
 from fxhome.passes.fit_peak import fit
 from fxhome.passes.lowered_buffers import LoweredBuffers
@@ -220,3 +221,40 @@ class Least(Fitted):
         fitted, counted = fit(nodes, buffers, 0)
         self.peaks = [buffers.peak(nodes).peak_bytes, counted.peak(fitted).peak_bytes]
         return fitted
+
+
+class LeastOnAGpu(Least):
+    """Fits to nothing what would be one plain kernel on a GPU; the order that the CPU generates is left as it was."""
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        plain = [
+            FusedSchedulerNode(node.scheduler, list(node.get_nodes())) if len(node.get_nodes()) > 1 else node
+            for node in nodes
+        ]
+        known = dict(nodes[0].scheduler.name_to_fused_node)
+        nodes[0].scheduler.name_to_fused_node.update({n.get_name(): node for node in plain for n in node.get_nodes()})
+        super().__call__(plain)
+        nodes[0].scheduler.name_to_fused_node.update(known)
+        return nodes
+
+
+def test_sums_that_their_own_kernel_reads_are_taken_as_they_come() -> None:
+    """What one loop of a kernel reads of another is not among what the kernel reads."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, weights: torch.Tensor) -> list[torch.Tensor]:
+        found = []
+        for _ in range(5):
+            large = x @ w
+            total = (large * weights).sum(1)
+            found.append(torch.tanh(total) / total)
+            x = large @ w.t() / 32
+        return found
+
+    x, w, weights = torch.randn(512, 16), torch.randn(16, 1024) / 4, torch.randn(512, 1024)
+    fitted = LeastOnAGpu()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(_post_fusion_custom_pass=fitted, fx_graph_cache=False), torch.no_grad():
+        torch.compile(function, dynamic=False)(x, w, weights)
+    large_bytes = 512 * 1024 * 4
+    assert fitted.peaks[0] > 5 * large_bytes
+    assert fitted.peaks[1] < 2 * large_bytes
