@@ -16,7 +16,7 @@ from fxhome.passes.allocator import PAGE_BYTES, whole_pages
 from fxhome.passes.extents import Extent, grown
 from fxhome.passes.holes import ENDLESS
 from fxhome.passes.laid_step import Laid, NoRoomError, Statement, Used
-from fxhome.passes.pack_blocks import Packing, most_alive
+from fxhome.passes.pack_blocks import EFFORTS, Packing, most_alive
 from fxhome.passes.ranges import Ranges, total_bytes
 from fxhome.passes.steer_blocks import steer
 from fxhome.passes.step_lives import StepLives
@@ -24,7 +24,9 @@ from fxhome.units import format_bytes
 
 MAX_SEEDS = 6
 ENOUGH_SHARE = 0.02
-"""Packings that are tried, at most, until one can be steered to within so much of what is alive at once, and fits."""
+"""Packings are tried until one can be steered to within so much of what is alive at once, and fits. With more effort,
+only where none fits.
+"""
 FEW_SEEDS = 3
 HOPELESS_SHARE = 0.1
 """After so many, packings that are still farther from it than this are not followed by more: they differ by less."""
@@ -53,10 +55,10 @@ def lay_anew(
     least_bytes = whole_pages(max(PAGE_BYTES, most_alive(lives.lives, lives.passing, 0)))
     room_bytes = most_bytes - total_bytes(ranges)
     best: tuple[Extent, Laid] | None = None
-    for seed in range(MAX_SEEDS):
-        if least_bytes > room_bytes:
+    for seed, effort in enumerate(EFFORTS):
+        if least_bytes > room_bytes or (effort > 1 and best is not None and best[0].size_bytes <= room_bytes):
             break
-        found = _laid_anew(lives, ranges, least_bytes, seed)
+        found = _laid_anew(lives, ranges, least_bytes, seed, effort)
         if found is not None and (best is None or found[0].size_bytes < best[0].size_bytes):
             best = found
         if best is not None and best[0].size_bytes <= min(room_bytes, least_bytes * (1 + ENOUGH_SHARE)):
@@ -89,7 +91,9 @@ def lay(
     raise NoRoomError
 
 
-def _laid_anew(lives: StepLives, ranges: Ranges, least_bytes: int, seed: int) -> tuple[Extent, Laid] | None:
+def _laid_anew(
+    lives: StepLives, ranges: Ranges, least_bytes: int, seed: int, effort: int
+) -> tuple[Extent, Laid] | None:
     """With an extent of that size or of more, looked for between what is too small and what is not."""
     size_bytes = least_bytes
     step_bytes = max(PAGE_BYTES, int(EXTENT_SHARE * size_bytes))
@@ -99,7 +103,7 @@ def _laid_anew(lives: StepLives, ranges: Ranges, least_bytes: int, seed: int) ->
     for _ in range(MAX_EXTENTS):
         extent = grown(ranges, lives.used, size_bytes)
         walls = (*extent.ranges[:-1], (extent.ranges[-1][0], ENDLESS))
-        packing = packings.get(walls) or lives.packing(walls, seed)
+        packing = packings.get(walls) or lives.packing(walls, seed, effort)
         packings[walls] = packing
         missing = packing.top - extent.ranges[-1][1]
         if missing <= 0:

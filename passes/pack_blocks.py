@@ -30,6 +30,8 @@ WORK = 1_500_000_000
 """Steps of the innermost loop, at most, that all tries may take."""
 CLOSE_SHARE = 0.002
 """Packings this close to what is alive at once are not improved."""
+EFFORTS = (1, 1, 1, 8, 8, 8)
+"""Of the packings that are made until one is good enough, each with another seed: how many times as many tries."""
 
 Ints = NDArray[np.int64]
 Flags = NDArray[np.bool_]
@@ -62,13 +64,23 @@ class Packing:
     top: int
 
 
-def pack(lives: Sequence[Life], fixed: Sequence[Fixed], base: int, rounds: int = ROUNDS, seed: int = 0) -> Packing:
-    """Place lives at `base` or above, around what is fixed. Another seed gives another packing that is as good."""
+def pack(
+    lives: Sequence[Life],
+    fixed: Sequence[Fixed],
+    base: int,
+    rounds: int = ROUNDS,
+    seed: int = 0,
+    effort: int = 1,
+) -> Packing:
+    """Place lives at `base` or above, around what is fixed. Another seed gives another packing that is as good.
+
+    effort: how many times as many tries may be made.
+    """
     if not lives:
         return Packing((), 0)
     field = _Field(lives, fixed, base)
     enough = _least_top(round((1 + CLOSE_SHARE) * most_alive(lives, fixed, base)), fixed, base)
-    rounds = min(rounds, WORK // len(lives) ** 2)
+    rounds = effort * min(rounds, WORK // len(lives) ** 2)
     greedy = [field.climber(sorted(range(len(lives)), key=key)) for key in _orders(lives)]
     best = min(greedy, key=lambda climber: climber.top)
     swept = best
@@ -152,9 +164,9 @@ def _orders(lives: Sequence[Life]) -> list[Callable[[int], tuple[int, ...]]]:
     ]
 
 
-def packed_bytes(step: Sequence[Allocation]) -> int:
-    """What the large blocks of a step need where each is sent to its place, in whole pages. What the step frees and
-    did not allocate is not counted.
+def packed_bytes(step: Sequence[Allocation], enough_bytes: int = 0) -> int:
+    """What the large blocks of a step need where each is sent to its place, in whole pages; the least that is found, or
+    the first that is `enough_bytes` or less. What the step frees and did not allocate is not counted.
     """
     alive: dict[str, tuple[int, int]] = {}
     lives = []
@@ -165,7 +177,12 @@ def packed_bytes(step: Sequence[Allocation]) -> int:
             size_bytes, start = alive.pop(event.name)
             lives.append(Life(size_bytes, start, number))
     lives += [Life(size_bytes, start, len(step)) for size_bytes, start in alive.values()]
-    return whole_pages(pack(lives, (), 0).top)
+    least = NEVER
+    for seed, effort in enumerate(EFFORTS):
+        least = min(least, whole_pages(pack(lives, (), 0, seed=seed, effort=effort).top))
+        if least <= max(enough_bytes, whole_pages(round((1 + CLOSE_SHARE) * most_alive(lives, (), 0)))):
+            break
+    return least
 
 
 def gaps(life: Life, fixed: Sequence[Fixed], base: int) -> list[tuple[int, int]]:

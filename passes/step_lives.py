@@ -56,7 +56,7 @@ class StepLives:
         kept = [place for key, place in self.used.items() if not isinstance(key, int) or key not in self.stops]
         return [*found, *(Fixed(address, size) for address, size in kept)]
 
-    def packing(self, ranges: Ranges, seed: int) -> Packing:
+    def packing(self, ranges: Ranges, seed: int, effort: int = 1) -> Packing:
         """Places for all lives. What replaces a block that was carried in stays where that was, where that is free."""
         fixed = [*self.walls(ranges), *self.passing]
         pinned = self.pinned
@@ -66,7 +66,7 @@ class StepLives:
             for block, address in pinned.items()
             for life in (self.life_of[block],)
         ]
-        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], seed=seed)
+        packed = pack([self.lives[i] for i in free], fixed, ranges[0][0], seed=seed, effort=effort)
         found = dict(pinned) | {self.blocks[i]: a for i, a in zip(free, packed.addresses, strict=True)}
         tops = (found[block] + self.life_of[block].size_bytes for block in self.blocks)
         return Packing(tuple(found[block] for block in self.blocks), max(tops, default=0))

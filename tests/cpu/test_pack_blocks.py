@@ -10,8 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxhome.passes import pack_blocks
 from fxhome.passes.allocator import PAGE_BYTES, Allocation, reserved_bytes
-from fxhome.passes.pack_blocks import NEVER, Fixed, Life, gaps, most_alive, pack, packed_bytes
+from fxhome.passes.pack_blocks import EFFORTS, NEVER, Fixed, Life, Packing, gaps, most_alive, pack, packed_bytes
 
 MIB = 1 << 20
 
@@ -101,3 +102,19 @@ def test_whole_pages_for_large_blocks_only() -> None:
     assert (packed_bytes(tenant), reserved_bytes(tenant)[0]) == (140 * MIB, 220 * MIB)
     assert packed_bytes(sized("a+1 b+1 a- x-")) == 0
     assert packed_bytes(sized("a+21")) == 2 * PAGE_BYTES
+
+
+@pytest.mark.parametrize(("enough_pages", "found_pages", "made"), [(9, 9, 1), (7, 5, 2), (3, 4, 6)])
+def test_packings_are_made_until_one_is_good_enough(
+    monkeypatch: pytest.MonkeyPatch, enough_pages: int, found_pages: int, made: int
+) -> None:
+    tops = [9, 5, 8, 4, 6, 7]
+    efforts: list[int] = []
+
+    def packed(lives: object, fixed: object, base: int, *, seed: int, effort: int) -> Packing:
+        efforts.append(effort)
+        return Packing((0,), tops[seed] * PAGE_BYTES)
+
+    monkeypatch.setattr(pack_blocks, "pack", packed)
+    assert packed_bytes([Allocation("a", 2 * PAGE_BYTES)], enough_pages * PAGE_BYTES) == found_pages * PAGE_BYTES
+    assert efforts == list(EFFORTS[:made])
