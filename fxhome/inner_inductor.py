@@ -264,10 +264,9 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
     more = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
     if not keeps_freed_blocks(planned):
         return predicted + more
-    # Enforced, it must be enough for the holes between its blocks as well: until these are laid, and then.
-    needed = (check.least_cap_bytes, check.packed_bytes)
-    assert None not in needed, "both graphs were seen"
-    return max(predicted + more, budget_for(max(filter(None, needed)), planned.plan.resident_bytes + more))
+    # Enforced, it must be enough for the holes between its blocks as well, until these are laid.
+    assert check.least_cap_bytes is not None, "both graphs were seen"
+    return max(predicted + more, budget_for(check.least_cap_bytes, planned.plan.resident_bytes + more))
 
 
 def _never_run(_: list[Any]) -> Any:

@@ -13,16 +13,26 @@ from fxhome.passes.allocator import PAGE_BYTES, SMALL_BYTES, STEPS, Allocation, 
 from fxhome.passes.holes import ENDLESS, Holes
 from fxhome.passes.ranges import joined
 
+_RESIDENT = "what is resident"
 GROWTH_BYTES = 2 << 20
 """What is asked for beyond half a page is a multiple of this; below, a page."""
 
 
-def runs_within(step: Sequence[Allocation], cap_bytes: int) -> bool:
+STARTS = (0, PAGE_BYTES // 4, PAGE_BYTES // 2, 3 * PAGE_BYTES // 4)
+"""How far into its first page a step may begin: what is resident before it ends anywhere. It decides which free blocks
+have a whole page to give back.
+"""
+
+
+def runs_within(step: Sequence[Allocation], cap_bytes: int, start_bytes: int = 0) -> bool:
     """Whether a step that is run again and again never needs more than `cap_bytes` for its large blocks.
 
-    What a step leaves allocated (its results) is freed before the next one.
+    What a step leaves allocated (its results) is freed before the next one. start_bytes: how far into a page the step
+    begins; what is before it is not the step's, nor is the rest of that page counted.
     """
-    segment = _CappedSegment(cap_bytes)
+    segment = _CappedSegment(cap_bytes + (PAGE_BYTES if start_bytes else 0))
+    if start_bytes:
+        segment.allocate(_RESIDENT, start_bytes)
     for _ in range(STEPS):
         for event in step:
             if not event.size_bytes:
@@ -30,22 +40,30 @@ def runs_within(step: Sequence[Allocation], cap_bytes: int) -> bool:
             elif event.size_bytes > SMALL_BYTES and not segment.allocate(event.name, event.size_bytes):
                 return False
         for name in list(segment.placed):
-            segment.free(name)
+            if name != _RESIDENT:
+                segment.free(name)
     return True
 
 
 def least_cap(step: Sequence[Allocation], alive_bytes: int, reserved_bytes: int) -> int:
-    """The least cap in bytes, to a page, in which a step runs: between what is alive at once and what it takes without
-    a cap.
+    """The least cap in bytes, to a page, in which a step runs wherever in a page it begins: between what is alive at
+    once and what it takes without a cap.
     """
-    low, high = alive_bytes // PAGE_BYTES, -(-reserved_bytes // PAGE_BYTES) + 1
-    while low < high:
-        middle = (low + high) // 2
-        if runs_within(step, middle * PAGE_BYTES):
-            high = middle
-        else:
-            low = middle + 1
-    return high * PAGE_BYTES
+    least = alive_bytes // PAGE_BYTES
+    highest = -(-reserved_bytes // PAGE_BYTES) + 1
+    for start_bytes in STARTS:
+        low, high = least, highest
+        while low < high:
+            middle = (low + high) // 2
+            if runs_within(step, middle * PAGE_BYTES, start_bytes):
+                high = middle
+            else:
+                low = middle + 1
+        least = high
+    # With more room other holes are taken: what runs under one cap need not run under a higher one.
+    while not all(runs_within(step, least * PAGE_BYTES, start) for start in STARTS):
+        least += 1
+    return least * PAGE_BYTES
 
 
 class _CappedSegment:

@@ -149,7 +149,6 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             self.packed_bytes = self.least_cap_bytes = self.reserved_bytes
             if self.only_measures:
                 self.least_cap_bytes = least_cap(both, alive_bytes, self.reserved_bytes)
-                self.packed_bytes = min(self.reserved_bytes, packed_bytes(both, self.least_cap_bytes))
                 return
             if self.reserved_limit_bytes is None or self.reserved_bytes <= self.reserved_limit_bytes:
                 return

@@ -6,8 +6,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fxhome.passes.allocator import PAGE_BYTES, STEPS, Allocation
-from fxhome.passes.capped_allocator import runs_within
+from fxhome.passes.allocator import PAGE_BYTES, STEPS, Allocation, reserved_bytes
+from fxhome.passes.capped_allocator import STARTS, least_cap, runs_within
 from tests.allocator_model import ModelAllocator
 
 MIB = 1 << 20
@@ -37,9 +37,11 @@ def most_alive(step: list[Allocation]) -> int:
     return most
 
 
-def runs(step: list[Allocation], cap_bytes: int) -> bool:
+def runs(step: list[Allocation], cap_bytes: int, start_bytes: int) -> bool:
     """The same by the slow model."""
-    allocator = ModelAllocator(cap_bytes=cap_bytes)
+    allocator = ModelAllocator(cap_bytes=cap_bytes + (PAGE_BYTES if start_bytes else 0))
+    if start_bytes:
+        allocator.take(start_bytes)
     places: dict[str, int] = {}
     try:
         for _ in range(STEPS):
@@ -56,11 +58,23 @@ def runs(step: list[Allocation], cap_bytes: int) -> bool:
 
 
 @settings(max_examples=300, deadline=None)
-@given(step=steps(), share=st.sampled_from([1.0, 1.02, 1.1, 1.2, 1.4]))
-def test_it_says_what_the_slow_model_says(step: list[Allocation], share: float) -> None:
+@given(step=steps(), share=st.sampled_from([1.0, 1.02, 1.1, 1.2, 1.4]), start_bytes=st.sampled_from(STARTS))
+def test_it_says_what_the_slow_model_says(step: list[Allocation], share: float, start_bytes: int) -> None:
     cap_bytes = int(most_alive(step) * share)
 
-    assert runs_within(step, cap_bytes) == runs(step, cap_bytes)
+    assert runs_within(step, cap_bytes, start_bytes) == runs(step, cap_bytes, start_bytes)
+
+
+@settings(max_examples=60, deadline=None)
+@given(step=steps())
+def test_under_the_least_cap_a_step_runs_wherever_in_a_page_it_begins(step: list[Allocation]) -> None:
+    reserved, alive_bytes = reserved_bytes(step)
+    least = least_cap(step, alive_bytes, reserved)
+
+    assert all(runs_within(step, least, start_bytes) for start_bytes in STARTS)
+    assert not all(runs_within(step, least - PAGE_BYTES, start_bytes) for start_bytes in STARTS) or (
+        least - PAGE_BYTES < alive_bytes
+    )
 
 
 def test_there_may_be_enough_and_all_of_it_in_parts_of_pages() -> None:
