@@ -31,7 +31,6 @@ from fxhome.inductor_graphs import (
     PlanStep,
     budget_for,
     checked_peak,
-    keeps_freed_blocks,
     lower,
     lower_and_check,
     patches_of,
@@ -261,12 +260,19 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
+    return enforceable_minimum(planned, situation, predicted, check.least_cap_bytes)
+
+
+def enforceable_minimum(
+    planned: Planned, situation: Situation, predicted_bytes: int, least_cap_bytes: int | None
+) -> int:
+    """The budget to ask for where the smallest plan, which may be over the budget that was asked, needs that."""
     more = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
-    if not keeps_freed_blocks(planned):
-        return predicted + more
+    if planned.facts.planned_for != "cuda":
+        return predicted_bytes + more
     # Enforced, it must be enough for the holes between its blocks as well, until these are laid.
-    assert check.least_cap_bytes is not None, "both graphs were seen"
-    return max(predicted + more, budget_for(check.least_cap_bytes, planned.plan.resident_bytes + more))
+    assert least_cap_bytes is not None, "both graphs were seen"
+    return max(predicted_bytes + more, budget_for(least_cap_bytes, planned.plan.resident_bytes + more))
 
 
 def _never_run(_: list[Any]) -> Any:

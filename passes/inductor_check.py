@@ -136,7 +136,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         self._reserve(buffers.allocations(nodes), V.graph.is_backward)
         if self.only_measures:
             raise MeasuredError
-        self.room = Room(buffers.curve(nodes)[0], V.graph, buffers.by_name)
+        if self.stops_scattered:
+            # Where blocks must lie close, none is kept longer than it is needed.
+            self.room = Room(buffers.curve(nodes)[0], V.graph, buffers.by_name)
         return nodes
 
     def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:
@@ -165,8 +167,8 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             raise ScatteredError(least_cap_bytes)
 
     def uuid(self) -> Any:
-        """Its source, its limits and how concatenations are lowered: what else differs between plans is in the graphs
-        already.
+        """Its source, its limits, whether buffers are used again and how concatenations are lowered: what else differs
+        between plans is in the graphs already.
         """
         sources = (
             __file__,
@@ -180,7 +182,9 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             unfuse.__file__,
             whole_concatenations.__file__,
         )
-        return custom_graph_pass.get_hash_for_files(sources, str((*self.limits, self.keeps_concatenations_whole)))
+        return custom_graph_pass.get_hash_for_files(
+            sources, str((*self.limits, self.stops_scattered, self.keeps_concatenations_whole))
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a pickled cache key it stands for its source and limits."""

@@ -66,7 +66,8 @@ def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, durin
     is_clear = True
     for k, (event, target) in enumerate(made):
         before = len(takes)
-        if not _clear(heap, event.size_bytes, target, take):
+        later = [(place, place + other.size_bytes) for other, place in made[k + 1 :]]
+        if not _clear(heap, event.size_bytes, target, take, later):
             is_clear = False
             while len(takes) > before:
                 heap.give(takes.pop()[0])
@@ -77,8 +78,13 @@ def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, durin
     return Plugged(tuple(takes), frozenset(stand_ins), is_clear)
 
 
-def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]) -> bool:
-    """Plug until an allocation would go to its place; False where that cannot be done."""
+def _clear(
+    heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool], later: Sequence[tuple[int, int]] = ()
+) -> bool:
+    """Plug until an allocation would go to its place; False where that cannot be done.
+
+    later: (start, end) of what the same statement allocates after it, where as little as possible is taken.
+    """
     for _ in range(len(heap.holes) + 2):
         hole = heap.best(size_bytes)
         if hole is None:
@@ -95,6 +101,9 @@ def _clear(heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool]
             lies = heap.best(spacer)
             assert lies is not None, "the hole itself has room"
             wanted, least = (spacer, spacer) if lies[0] == start else (lies[1], _least_plug(heap, lies[1], spacer))
+            start, size = lies
+        if any(low < start + size and start < high for low, high in later):
+            wanted = least
         if not take(wanted) and not take(least):
             return False
     return False

@@ -8,15 +8,17 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
+import torch
 
 from fxhome import inner_inductor
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.inductor_graphs import LoweredGraphs, budget_for, cap_of, reserved_limit, room_under
-from fxhome.inner_inductor import MAX_CLOSER, compile_inductor
+from fxhome.inner_inductor import MAX_CLOSER, compile_inductor, enforceable_minimum
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import Allocation
 from fxhome.passes.inductor_check import LayoutError, ScatteredError, ScheduleCheck
 from fxhome.passes.planned import Planned
+from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation
 
 BUDGET = 10 << 30
@@ -141,6 +143,34 @@ def test_a_budget_is_named_that_leaves_enough_room_under_its_cap(least_cap_bytes
     budget = budget_for(least_cap_bytes, outside)
     assert room_under(cap_of(budget), outside) >= least_cap_bytes
     assert room_under(cap_of(budget - (1 << 20)), outside) < least_cap_bytes
+
+
+@pytest.mark.parametrize(("kind", "is_enforced"), [("cuda", True), ("cpu", False)])
+def test_the_minimum_leaves_room_for_holes_though_its_plan_is_over_what_was_asked(kind: str, is_enforced: bool) -> None:
+    plan = SimpleNamespace(resident_bytes=1 << 30, predicted_peak_bytes=2 << 30, budget_bytes=1 << 20)
+    planned = SimpleNamespace(facts=SimpleNamespace(planned_for=kind), plan=plan, is_best_effort=True)
+    least = enforceable_minimum(cast(Any, planned), Situation(None), 2 << 30, 3 << 30)
+    if is_enforced:
+        assert room_under(cap_of(least), plan.resident_bytes) >= 3 << 30
+        assert least < 4.2 * (1 << 30)
+    else:
+        assert least == (2 << 30) + RESIDENT_SLACK_BYTES[kind]
+
+
+def test_where_blocks_must_lie_close_no_buffer_is_kept_for_another() -> None:
+    """The smallest plan and the closest of those that lie badly are lowered so."""
+
+    def function(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return torch.sin(torch.cos(x @ w) @ w) @ w
+
+    x = torch.randn(1024, 1024)
+    for stops, has_room in ((True, True), (False, False)):
+        check = ScheduleCheck((), {}, stops_scattered=stops)
+        torch._dynamo.reset()
+        with torch._inductor.config.patch(_post_fusion_custom_pass=check, fx_graph_cache=False):
+            torch.compile(function)(x, x)
+        assert (check.room is not None) is has_room
+    assert ScheduleCheck((), {}, stops_scattered=True).uuid() != ScheduleCheck((), {}, stops_scattered=False).uuid()
 
 
 def test_what_the_allocator_will_take_is_remembered() -> None:

@@ -10,10 +10,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from fxhome.passes.best_fit import Heap
 from fxhome.passes.extents import without_free_pages
+from fxhome.passes.holes import ENDLESS
 from fxhome.passes.laid_step import Event, Laid, NoRoomError, Plugs, Statement
 from fxhome.passes.lay_blocks import lay, lay_anew
 from fxhome.passes.pack_blocks import Packing
+from fxhome.passes.plug_holes import plug
 from fxhome.passes.steer_blocks import steer
 from fxhome.passes.step_lives import StepLives
 from tests.allocator_model import PAGE, ModelAllocator
@@ -115,6 +118,15 @@ def test_several_blocks_of_one_statement_are_sent_together() -> None:
     reserved = model.reserved
     steered(step, model, laid)
     assert model.reserved == reserved
+
+
+def test_what_is_plugged_for_one_block_leaves_the_place_of_the_next_one_of_its_statement() -> None:
+    # Two holes, of 102 and 190 MiB. The first block is to pass the one that fits better, the second to lie at its end.
+    heap = Heap(((0, 300 * MIB),), {"between": (102 * MIB, 8 * MIB)})
+    made = [(Event(1, 90 * MIB), 110 * MIB), (Event(2, 2 * MIB), 100 * MIB)]
+    plugged = plug(heap, made, ENDLESS, ENDLESS, 0)
+    assert plugged.is_clear
+    assert [heap.take(event.block, event.size_bytes) for event, _ in made] == [target for _, target in made]
 
 
 def test_without_hooks_blocks_go_where_best_fit_puts_them() -> None:
