@@ -132,7 +132,7 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
         # Its first forward's backward runs last, beside what all later ones left behind, but with less saved.
         grown = _in_all(own.before_last, may_save) - _in_all(own.before_first, may_save)
         at_last = share.outside_bytes - (own.count - 1) * share.gradient_bytes
-        outside = max(0, share.outside_bytes - grown, at_last) if own.count > 1 else 0
+        outside = max(0, share.outside_bytes - grown, at_last)
         parts.append(Part(held_bytes + beside[index] + _in_all(own.before_last, may_save), may_save[index], outside))
     return parts
 

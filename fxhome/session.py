@@ -39,6 +39,10 @@ class Session:
         self.forward_seconds = 0.0
         self.backward_started = 0.0
         self.done = False
+        self.place = 0
+        """Which forward of its step it began with, counted from 1."""
+        self.is_last = False
+        """Whether no other forward of the step began between its forward and its backward."""
         self.benchmarks = ExitStack()
 
     def with_frugal_benchmarks(self) -> ExitStack:
