@@ -26,6 +26,7 @@ from torch.fx.graph_module import GraphModule
 from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.joint import Part, Share
+from fxhome.optimizer_state import arrived_bytes, watch_optimizers
 from fxhome.options import Options
 from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation
@@ -33,7 +34,6 @@ from fxhome.passes.torch_compat import compile_lock, is_inside_backward
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 from fxhome.session import Session, compiled_node, open_session
-from fxhome.optimizer_state import watch_optimizers
 from fxhome.units import format_bytes
 from fxhome.variant import Variant
 from fxhome.whole_step import Entries, for_the_whole_step, growing_bytes
@@ -236,9 +236,18 @@ class ManagedGraph:
             self.entries.note(resident + growing_bytes(self.device))
             ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
-        session = open_session(variant, resident, self.device, metered=metered)
+        first = next((session for session in self.outstanding if session.metered), None)
+        session = open_session(
+            variant, resident, self.device, metered=metered, first=first, behind_bytes=self._behind_bytes(variant)
+        )
         session.place = ledger.num_forwards(self.device)
         return session
+
+    def _behind_bytes(self, variant: Variant) -> int:
+        """How much more the last forward of this graph in a step finds than its first one, which is metered."""
+        if self._part is None or variant.planned is None:
+            return 0
+        return self._part.others_bytes + self._part.earlier_forwards * variant.planned.boundary_bytes
 
     def _close_forward(self, session: Session, outputs: Any) -> None:
         if session.variant.plan is None:
@@ -265,7 +274,11 @@ class ManagedGraph:
     def _enter_backward(self, session: Session) -> None:
         self.current = session
         session.is_last = session.place == ledger.num_forwards(self.device)
-        session.note_backward_entry(self.device)
+        later = [other for other in ledger.outstanding(self.device) if other.place > session.place]
+        saved = [other.variant.planned.boundary_bytes for other in later if other.variant.planned is not None]
+        session.later_bytes = sum(saved)
+        session.num_later = sum(other.place > session.place for other in self.outstanding)
+        session.note_backward_entry(self.device, later)
 
     def _leave_backward(self, session: Session) -> None:
         self.current = None
@@ -362,8 +375,13 @@ class ManagedGraph:
         if session.backward_entry_bytes is not None:
             expected = session.entry_bytes + planned.boundary_bytes
             tangents = planned.tangent_bytes
-            outside = max(0, session.backward_entry_bytes - expected - tangents)
-        self._last, self._seen_outside = session, outside
+            # The state of an optimizer that made its first step meanwhile is there before every step to come.
+            state = arrived_bytes(session.num_stepped, self.device)
+            outside = max(0, session.backward_entry_bytes - expected - tangents - state)
+        # What later forwards saved is theirs; the gradients that they will leave are beside the first one's backward,
+        # or its own beside theirs.
+        beside = max(0, outside - session.later_bytes) + session.num_later * planned.facts.gradient_bytes
+        self._last, self._seen_outside = session, beside
         if session.is_last:
             # Held by the caller (an eager loss), not by graphs between the two: so it will be in every step.
             self._outside_bytes = max(self._outside_bytes, outside)

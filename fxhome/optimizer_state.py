@@ -55,6 +55,12 @@ def has_stepped(optimizer: Optimizer, before: int | None = None) -> bool:
     return any(known() is optimizer for known in _stepped[:before])
 
 
+def arrived_bytes(before: int, device: torch.device) -> int:
+    """State on `device` of the optimizers that have made their first step since `before` had made one."""
+    late = [optimizer for known in _stepped[before:] if (optimizer := known()) is not None]
+    return sum(state_bytes(optimizer, device) or 0 for optimizer in late)
+
+
 def missing_gradient_bytes(optimizer: Optimizer, device: torch.device) -> int:
     """Gradients that its weights on `device` may get and do not have now."""
     return sum(weight.nbytes for weight in _weights(optimizer) if weight.device == device and weight.grad is None)
@@ -111,5 +117,5 @@ def _without_memory(group: dict[str, Any], missing: Collection[int]) -> dict[str
             weights.append(torch.empty_like(weight, device="meta").detach().requires_grad_())
             weights[-1].grad = torch.empty_like(weights[-1])
     # One weight after the other: the quicker ways ask for a device.
-    plain = {name: False for name in ("foreach", "fused", "capturable") if name in group}
+    plain: dict[str, Any] = {name: False for name in ("foreach", "fused", "capturable") if name in group}
     return {**group, **plain, "params": weights}
