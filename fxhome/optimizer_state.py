@@ -12,7 +12,7 @@ import gc
 import logging
 import weakref
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -27,13 +27,27 @@ _stepped: list[weakref.ref[Optimizer]] = []
 """The optimizers that have made a step, in the order of their first ones."""
 
 
+_told_of_steps: list[Callable[[], None]] = []
+
+
 @functools.cache
 def watch_optimizers() -> None:
     """Note from now on which optimizers make steps."""
     register_optimizer_step_post_hook(_note_step)
 
 
+def at_optimizer_steps(callback: Callable[[], None]) -> None:
+    """Call `callback` behind every optimizer's step from now on; twice is once."""
+    watch_optimizers()
+    if callback not in _told_of_steps:
+        _told_of_steps.append(callback)
+
+
 def _note_step(optimizer: Optimizer, *_: Any) -> None:
+    if torch.compiler.is_compiling():
+        return  # a step that is traced itself: nothing here is for a graph
+    for callback in _told_of_steps:
+        callback()
     if all(known() is not optimizer for known in _stepped):
         _stepped.append(weakref.ref(optimizer))
 
