@@ -4,7 +4,8 @@
     what every other forward of the step found at its entry, and its smallest plan beside that
   + optimizer state that is not there yet
   + where a step has not been seen to its end: gradients to come, what the step's first forward saves once the budget is
-    larger, and as much again as the forwards whose backward is outstanding hold
+    larger, and as much again as the forwards whose backward is outstanding hold (behind a graph break: as the whole
+    step was seen to need so far)
 
 A run with a larger budget begins anew and knows nothing of this one: what is named must do for its first step as well.
 """
@@ -77,6 +78,10 @@ def for_the_whole_step(refusal: InfeasibleBudgetError, graph: ManagedGraph) -> I
     unseen = 0
     if is_in_the_middle and not (optimizers and all(map(has_stepped, optimizers))):
         unseen = _unseen_bytes(optimizers, ledger.outstanding(device), device)
+        if graph.may_be_followed:
+            # Behind a graph break there may be any number of graphs: as much again as those so far needed together.
+            start = min(entry for other in seen for _, entry in other.entries.items())
+            unseen = max(unseen, own_bytes - start)
     if is_in_the_middle:
         unseen += growing_bytes(device)
     minimum = max(needs) + unseen
@@ -85,6 +90,8 @@ def for_the_whole_step(refusal: InfeasibleBudgetError, graph: ManagedGraph) -> I
         reasons.append(f"{format_bytes(state)} of optimizer state to come")
     if minimum > own_bytes + state:
         reasons.append("what else was seen of this step so far")
+    if graph.may_be_followed and not is_in_the_middle:
+        reasons.append("no graph that follows behind a graph break: a later refusal may name more")
     if None in sizes.values():
         reasons.append("not the state of every optimizer, which only its first step shows")
     if not reasons:
