@@ -264,9 +264,8 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
-    predicted += max(
-        0, planned.plan.resident_bytes + boundary_peak(check, situation) + situation.between_bytes - predicted
-    )
+    between = boundary_peak(check, situation) + situation.between_bytes
+    predicted = max(predicted, planned.plan.resident_bytes + between)
     more = situation.error_bound_bytes + RESIDENT_SLACK_BYTES[planned.facts.planned_for]
     if not keeps_freed_blocks(planned):
         return predicted + more
