@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome import ledger
 from fxhome.device import DeviceProfile, cached_profile
-from fxhome.eager_frames import forget_frames, watch_frames
+from fxhome.eager_frames import forget_frames, note_graph, watch_frames
 from fxhome.errors import DeviceError, FxhomeError
 from fxhome.host_room import reserve_host, within_host
 from fxhome.managed_graph import ManagedGraph
@@ -57,6 +57,7 @@ def fxhome(
 ) -> Callable[..., Any]:
     """Plan and compile one Dynamo graph. `mode` (for example "reduce-overhead") is accepted and noted, not applied."""
     watch_frames()
+    note_graph()
     try:
         parsed = options if isinstance(options, Options) else Options.from_mapping(options or {})
         device = _device_of(example_inputs)

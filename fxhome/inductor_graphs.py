@@ -54,14 +54,15 @@ PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Pla
 
 @dataclass(frozen=True)
 class LoweredGraphs:
-    """The two graphs as one callable, their peak in bytes, what lays their blocks where they are scattered, and what
-    times the host in them where there is one.
+    """The two graphs as one callable, their peak in bytes, what lays their blocks where they are scattered, what times
+    the host in them where there is one, and what must be free beside their peak for graphs that run between the two.
     """
 
     call: Callable[..., Any]
     predicted_bytes: int
     blocks: PlacedBlocks | None
     timer: HostTimer | None = None
+    kept_free_bytes: int = 0
 
 
 class DecidedError(BaseException):
@@ -220,7 +221,8 @@ def _lower_and_check(
         if known is not None:
             predicted = planned.plan.resident_bytes + known.above_resident_bytes
             blocks = _blocks(planned, situation, known, compiled)
-            return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled))
+            kept_free = kept_free_bytes(known, situation)
+            return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled), kept_free)
         compiled = CompiledGraphs()
         with torch._inductor.config.patch(fx_graph_cache=False):
             call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
@@ -234,7 +236,7 @@ def _lower_and_check(
         check.backward,
     )
     blocks = _blocks(planned, situation, known, compiled)
-    return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled))
+    return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled), kept_free_bytes(known, situation))
 
 
 def _timer(planned: Planned, compiled: CompiledGraphs) -> HostTimer | None:
@@ -284,7 +286,8 @@ def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> L
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "both graphs were seen"
     above = predicted - planned.plan.resident_bytes
-    lowered = Lowered(above, check.reserved_bytes, check.packed_bytes, check.least_cap_bytes)
+    boundary = boundary_peak(check, situation)
+    lowered = Lowered(above, check.reserved_bytes, check.packed_bytes, check.least_cap_bytes, boundary)
     remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
     return lowered
 
@@ -360,5 +363,15 @@ def checked_peak(planned: Planned, check: ScheduleCheck, situation: Situation) -
     resident = planned.plan.resident_bytes
     forward = check.forward.peak_bytes
     backward = check.backward.peak_bytes + behind_bytes(planned, situation)
-    between = check.forward.end_bytes + situation.outside_bytes + situation.between_bytes
-    return resident + max(forward, backward, between)
+    return resident + max(forward, backward, boundary_peak(check, situation))
+
+
+def boundary_peak(check: ScheduleCheck, situation: Situation) -> int:
+    """What is held between the two lowered graphs over what is resident, but for graphs that run there."""
+    assert check.forward is not None
+    return check.forward.end_bytes + situation.outside_bytes
+
+
+def kept_free_bytes(lowered: Lowered, situation: Situation) -> int:
+    """How much more than the graphs' own peak there must be for what runs between them."""
+    return max(0, lowered.boundary_bytes + situation.between_bytes - lowered.above_resident_bytes)

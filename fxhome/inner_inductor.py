@@ -29,6 +29,7 @@ from fxhome.inductor_graphs import (
     DecidedError,
     LoweredGraphs,
     PlanStep,
+    boundary_peak,
     budget_for,
     checked_peak,
     lower,
@@ -106,6 +107,7 @@ def compile_inductor(
     assert best is not None, "the first plan is returned, refused or found scattered"
     lowered = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
     plan = best.planned.plan = best.planned.checked(lowered.predicted_bytes)
+    best.planned.kept_free_bytes = lowered.kept_free_bytes
     return Variant(lowered.call, best.situation, best.planned, plan, blocks=lowered.blocks, timer=lowered.timer)
 
 
@@ -142,8 +144,9 @@ def _hold_budget(
         try:
             lowered = lower_and_check(gm, example_inputs, planned, situation, closely=not situation.smallest)
             predicted = lowered.predicted_bytes
+            kept_free = lowered.kept_free_bytes
         except OverLimitError as found:
-            predicted = resident_peak(planned, situation, found)
+            predicted, kept_free = resident_peak(planned, situation, found), 0
         except LayoutError as found:
             log.info("fxhome: Inductor fixes the layout of %s: not moved", ", ".join(sorted(found.names)))
             fixed = tuple(sorted({*first.fixed_layouts, *found.names}))
@@ -154,15 +157,15 @@ def _hold_budget(
             raise _ScatteredPlanError(planned, situation, found.reserved_bytes + planned.plan.resident_bytes) from None
         if planned.is_baseline and planned.plan.asked.endswith("%"):
             planned.plan = _share_of_lowered(planned.plan, predicted)
-        over = predicted + situation.error_bound_bytes - planned.plan.budget_bytes
-        missed = predicted - planned.plan.predicted_peak_bytes
-        planned.plan = planned.checked(predicted)
+        over = predicted + kept_free + situation.error_bound_bytes - planned.plan.budget_bytes
+        missed = predicted + kept_free - planned.plan.predicted_peak_bytes - planned.kept_free_bytes
+        planned.plan, planned.kept_free_bytes = planned.checked(predicted), kept_free
         if lowered is not None and (over <= 0 or planned.is_best_effort):
             blocks, timer = lowered.blocks, lowered.timer
             return Variant(lowered.call, situation, planned, planned.plan, blocks=blocks, timer=timer)
         log.warning(
             "fxhome: after lowering, the scheduler's buffers need %s, %s over the budget: %s",
-            format_bytes(predicted),
+            format_bytes(predicted + kept_free),
             format_bytes(over),
             "nothing smaller is known"
             if situation.tightest
@@ -260,6 +263,8 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
+    between = boundary_peak(check, situation) + situation.between_bytes
+    predicted = max(predicted, planned.plan.resident_bytes + between)
     return enforceable_minimum(planned, situation, predicted, check.least_cap_bytes)
 
 

@@ -46,11 +46,14 @@ class Part:
 
     entry: held at the entry of its last forward. may_save: what it may keep for each backward; None: nothing runs
     between its only forward and its backward, so the budget is all it has to hold. outside: beside what its graph says.
+    earlier_forwards: how many of its own run before its last one; others: what graphs that run in between may save.
     """
 
     entry_bytes: int = 0
     may_save_bytes: int | None = None
     outside_bytes: int = 0
+    earlier_forwards: int = 0
+    others_bytes: int = 0
 
     def between_bytes(self, budget_bytes: int, entry_bytes: int) -> int:
         """What must stay free between forward and backward, seen from a forward that finds `entry_bytes`."""
@@ -132,8 +135,10 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
         # Its first forward's backward runs last, beside what all later ones left behind, but with less saved.
         grown = _in_all(own.before_last, may_save) - _in_all(own.before_first, may_save)
         at_last = share.outside_bytes - (own.count - 1) * share.gradient_bytes
-        outside = max(0, share.outside_bytes - grown, at_last) if own.count > 1 else 0
-        parts.append(Part(held_bytes + beside[index] + _in_all(own.before_last, may_save), may_save[index], outside))
+        outside = max(0, share.outside_bytes - grown, at_last)
+        entry = held_bytes + beside[index] + _in_all(own.before_last, may_save)
+        others = grown - (own.count - 1) * may_save[index]
+        parts.append(Part(entry, may_save[index], outside, own.count - 1, others))
     return parts
 
 

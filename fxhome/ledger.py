@@ -22,6 +22,7 @@ from fxhome.runtime import codec_sites
 
 if TYPE_CHECKING:
     from fxhome.managed_graph import ManagedGraph
+    from fxhome.session import Session
 
 
 _lock = threading.RLock()
@@ -53,6 +54,24 @@ def plans() -> list[Plan]:
 def pending_before(graph: ManagedGraph) -> list[ManagedGraph]:
     """The other graphs on the device whose backward is outstanding: they are part of the same step."""
     return [other for other in graphs() if other is not graph and other.device == graph.device and other.is_pending]
+
+
+def outstanding(device: torch.device) -> list[Session]:
+    """The forwards on the device that wait for their backwards, graph by graph, oldest first."""
+    return [session for graph in graphs() if graph.device == device for session in graph.outstanding]
+
+
+def first_outstanding(device: torch.device) -> Session | None:
+    """The forward that began the step, where it waits for its backward."""
+    step = _steps.get(device)
+    first = step.graphs[0]() if step is not None and step.graphs else None  # type: ignore[operator]
+    return next(iter(first.outstanding), None) if first is not None else None
+
+
+def num_forwards(device: torch.device) -> int:
+    """How many forwards of the step on the device have begun."""
+    step = _steps.get(device)
+    return step.num_forwards if step is not None else 0
 
 
 def note_forward(graph: ManagedGraph) -> None:

@@ -23,20 +23,22 @@ from fxhome.device import cache_directory
 @dataclass(frozen=True)
 class Lowered:
     """What a checked plan needs above what is resident: allocated; reserved by the caching allocator that is left to
-    itself; the same with blocks laid where they fit; the least that it can do with under a cap before they are.
+    itself; the same with blocks laid where they fit; the least that it can do with under a cap before they are; what
+    it holds between its forward and its backward.
     """
 
     above_resident_bytes: int
     reserved_bytes: int | None
     packed_bytes: int | None = None
     least_cap_bytes: int | None = None
+    boundary_bytes: int = 0
 
 
 log = logging.getLogger("fxhome")
 
 
 def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
-    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|6".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|7".encode()).hexdigest()[:32]
     return cache_directory() / "lowered" / f"{key}.json"
 
 
@@ -56,10 +58,9 @@ def recall(plan_fingerprint: str, is_baseline: bool) -> Lowered | None:
     """What was checked of a plan, or None where this plan was never checked here."""
     try:
         stored = json.loads(_path(plan_fingerprint, is_baseline).read_text(encoding="utf-8"))
-        optional = (stored[name] for name in ("reserved_bytes", "packed_bytes", "least_cap_bytes"))
-        return Lowered(
-            int(stored["above_resident_bytes"]), *(None if found is None else int(found) for found in optional)
-        )
+        optional = ("reserved_bytes", "packed_bytes", "least_cap_bytes")
+        sizes = {name: None if stored[name] is None else int(stored[name]) for name in optional}
+        return Lowered(int(stored["above_resident_bytes"]), boundary_bytes=int(stored["boundary_bytes"]), **sizes)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -26,7 +26,9 @@ from torch.fx.graph_module import GraphModule
 from fxhome import ledger
 from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.joint import Part, Share
+from fxhome.optimizer_state import arrived_bytes, watch_optimizers
 from fxhome.options import Options
+from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import compile_lock, is_inside_backward
 from fxhome.placement import Plan
@@ -34,6 +36,7 @@ from fxhome.runtime import codec_sites
 from fxhome.session import Session, compiled_node, open_session
 from fxhome.units import format_bytes
 from fxhome.variant import Variant
+from fxhome.whole_step import Entries, for_the_whole_step, growing_bytes
 
 log = logging.getLogger("fxhome")
 
@@ -79,6 +82,9 @@ class ManagedGraph:
         self._last: Session | None = None
         self._seen_outside = 0
         self._announced: set[str] = set()
+        self.entries = Entries()
+        self._weights: list[weakref.ref[torch.Tensor]] | None = None
+        watch_optimizers()
         ledger.register(self)
 
     @property
@@ -135,6 +141,10 @@ class ManagedGraph:
 
     def __call__(self, *args: Any) -> Any:
         """Run the forward under a variant whose promise holds now."""
+        if self._weights is None:
+            self._weights = [weakref.ref(value) for value in args if isinstance(value, torch.nn.Parameter)]
+            if isinstance(self.refusal, InfeasibleBudgetError):
+                self.refusal = for_the_whole_step(self.refusal, self)
         if self.refusal is not None:
             # A copy each time: what is remembered must not collect tracebacks.
             raise copy.copy(self.refusal)
@@ -191,13 +201,17 @@ class ManagedGraph:
         self._replan = False
         try:
             return self._add_variant(resident)
-        except InfeasibleBudgetError:
+        except InfeasibleBudgetError as refusal:
             if self._part is None:
-                raise
-            # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
-            self._part = self._joint = None
-            self._joined = False
+                raise for_the_whole_step(refusal, self) from None
+        # Its part of what all graphs may save is too small for it: it takes as little as it can instead.
+        self._outside_bytes = max(self._outside_bytes, self._part.outside_bytes)
+        self._part = self._joint = None
+        self._joined = False
+        try:
             return self._add_variant(resident)
+        except InfeasibleBudgetError as refusal:
+            raise for_the_whole_step(refusal, self) from None
 
     @property
     def _is_behind_another(self) -> bool:
@@ -208,7 +222,7 @@ class ManagedGraph:
         """The variant of a forward that torch.utils.checkpoint now runs again: it wants the same tensors saved."""
         if self.current is not None:
             return self.current.variant
-        outstanding = [session for node, session in self._pending if node() is not None and not session.done]
+        outstanding = self.outstanding
         return outstanding[-1].variant if outstanding else self.variants[-1]
 
     def _announce(self, kind: str, message: str) -> None:
@@ -219,9 +233,21 @@ class ManagedGraph:
     def _open(self, variant: Variant, resident: int) -> Session:
         self._pending = [(node, session) for node, session in self._pending if node() is not None and not session.done]
         if not is_inside_backward() and variant.plan is not None:
+            self.entries.note(resident + growing_bytes(self.device))
             ledger.note_forward(self)
         metered = variant.plan is not None and not variant.metered and not self._pending and torch.is_grad_enabled()
-        return open_session(variant, resident, self.device, metered=metered)
+        first = next((session for session in self.outstanding if session.metered), None)
+        session = open_session(
+            variant, resident, self.device, metered=metered, first=first, behind_bytes=self._behind_bytes(variant)
+        )
+        session.place = ledger.num_forwards(self.device)
+        return session
+
+    def _behind_bytes(self, variant: Variant) -> int:
+        """How much more the last forward of this graph in a step finds than its first one, which is metered."""
+        if self._part is None or variant.planned is None:
+            return 0
+        return self._part.others_bytes + self._part.earlier_forwards * variant.planned.boundary_bytes
 
     def _close_forward(self, session: Session, outputs: Any) -> None:
         if session.variant.plan is None:
@@ -247,7 +273,12 @@ class ManagedGraph:
 
     def _enter_backward(self, session: Session) -> None:
         self.current = session
-        session.note_backward_entry(self.device)
+        session.is_last = session.place == ledger.num_forwards(self.device)
+        later = [other for other in ledger.outstanding(self.device) if other.place > session.place]
+        saved = [other.variant.planned.boundary_bytes for other in later if other.variant.planned is not None]
+        session.later_bytes = sum(saved)
+        session.num_later = sum(other.place > session.place for other in self.outstanding)
+        session.note_backward_entry(self.device, later)
 
     def _leave_backward(self, session: Session) -> None:
         self.current = None
@@ -287,9 +318,27 @@ class ManagedGraph:
         return self.may_be_followed or self.was_joined or self._is_behind_another
 
     @property
+    def outstanding(self) -> list[Session]:
+        """The forwards of this graph that wait for their backwards, oldest first."""
+        return [session for node, session in self._pending if node() is not None and not session.done]
+
+    @property
     def is_pending(self) -> bool:
         """Whether a forward of this graph waits for its backward."""
-        return any(node() is not None and not session.done for node, session in self._pending)
+        return bool(self.outstanding)
+
+    @property
+    def weights(self) -> list[torch.Tensor]:
+        """The parameters that its first call was given, as far as they are alive."""
+        return [weight for known in self._weights or () if (weight := known()) is not None]
+
+    def least_bytes(self) -> int | None:
+        """The least that a plan of this graph can do with, above what is held at its entry; None without a plan."""
+        planned = self.variants[-1].planned if self.variants else None
+        if planned is None:
+            return None
+        slack = RESIDENT_SLACK_BYTES[planned.facts.planned_for]
+        return planned.smallest_peak_bytes() + self._error_bound_bytes + self._seen_outside + slack
 
     def join(self, part: Part | None, joint: ledger.Joint | None) -> None:
         """Plan again at the next forward, knowing what of the common budget is left to this graph; None: all of it."""
@@ -326,8 +375,16 @@ class ManagedGraph:
         if session.backward_entry_bytes is not None:
             expected = session.entry_bytes + planned.boundary_bytes
             tangents = planned.tangent_bytes
-            outside = max(0, session.backward_entry_bytes - expected - tangents)
-        self._last, self._seen_outside = session, outside
+            # The state of an optimizer that made its first step meanwhile is there before every step to come.
+            state = arrived_bytes(session.num_stepped, self.device)
+            outside = max(0, session.backward_entry_bytes - expected - tangents - state)
+        # What later forwards saved is theirs; the gradients that they will leave are beside the first one's backward,
+        # or its own beside theirs.
+        beside = max(0, outside - session.later_bytes) + session.num_later * planned.facts.gradient_bytes
+        self._last, self._seen_outside = session, beside
+        if session.is_last:
+            # Held by the caller (an eager loss), not by graphs between the two: so it will be in every step.
+            self._outside_bytes = max(self._outside_bytes, outside)
         log.debug(
             "metered: entry %d, forward peak %d, before the backward %s, peak %d; predicted: resident %d, peak "
             "%d, boundary %d",

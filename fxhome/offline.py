@@ -35,7 +35,7 @@ def plan_offline(model: nn.Module, example_args: tuple[Any, ...], options: Optio
         return within_host(plan, room_bytes, functools.partial(log.warning, "fxhome: %s")).plan
 
     notes: list[str] = []
-    made = trace_joint(model, example_args, inner_of(options, profile), use, notes.append)
+    made = trace_joint(model, example_args, inner_of(options, profile), use, notes.append, planned_for=profile.kind)
     for note in notes:
         log.warning("fxhome: %s", note)
     return replace(made, notes=(*made.notes, *notes))

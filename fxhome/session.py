@@ -11,12 +11,14 @@ from __future__ import annotations
 import gc
 import logging
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_leaves
 
+from fxhome.optimizer_state import num_stepped
 from fxhome.passes.torch_compat import frugal_benchmarks
 from fxhome.runtime.meter import StorageMeter
 from fxhome.variant import Variant
@@ -39,6 +41,13 @@ class Session:
         self.forward_seconds = 0.0
         self.backward_started = 0.0
         self.done = False
+        self.place = 0
+        """Which forward of its step it began with, counted from 1."""
+        self.later_bytes = self.num_later = 0
+        """What forwards that began after it hold at its backward's entry, and how many of them are its own graph's."""
+        self.num_stepped = num_stepped()
+        self.is_last = False
+        """Whether no other forward of the step began between its forward and its backward."""
         self.benchmarks = ExitStack()
 
     def with_frugal_benchmarks(self) -> ExitStack:
@@ -58,12 +67,19 @@ class Session:
         if self.metered and device.type == "cuda":
             self.forward_peak_bytes = torch.cuda.max_memory_allocated(device)
 
-    def note_backward_entry(self, device: torch.device) -> None:
-        """Before the backward."""
+    def note_backward_entry(self, device: torch.device, later: Sequence[Session] = ()) -> None:
+        """Before the backward; `later`: the outstanding forwards that began after this one."""
         self.with_frugal_benchmarks()
         self.backward_started = time.perf_counter()
         if self.metered and not self.done:
             if device.type == "cuda":
+                if not self.is_last and not self.num_later:
+                    # The worst moment so far is that of the graphs in between, which measure it themselves.
+                    for other in later:
+                        other.forward_peak_bytes = max(
+                            other.forward_peak_bytes, torch.cuda.max_memory_allocated(device)
+                        )
+                    torch.cuda.reset_peak_memory_stats(device)
                 self.backward_entry_bytes = torch.cuda.memory_allocated(device)
             elif self.meter is not None:
                 self.meter.track_resident()
@@ -81,9 +97,21 @@ class Session:
         return True
 
 
-def open_session(variant: Variant, resident_bytes: int, device: torch.device, *, metered: bool) -> Session:
-    """The session of a forward that starts now; in a metered step, everything is counted anew."""
-    meter = None
+def open_session(
+    variant: Variant,
+    resident_bytes: int,
+    device: torch.device,
+    *,
+    metered: bool,
+    first: Session | None = None,
+    behind_bytes: int = 0,
+) -> Session:
+    """The session of a forward that starts now; in a metered step, everything is counted anew.
+
+    first: the metered forward of the same plan whose backward is outstanding: what it counts is for both. behind_bytes:
+    how much more the forward that the plan is made for finds than this one, the first of its step.
+    """
+    meter = first.meter if first is not None and first.variant is variant else None
     if metered:
         log.info("fxhome: this step is metered (peak memory counters are reset)")
         if device.type == "cuda":
@@ -95,7 +123,7 @@ def open_session(variant: Variant, resident_bytes: int, device: torch.device, *,
             meter.track_resident()
             resident_bytes = meter.current_bytes
         if variant.plan is not None and variant.plan.inner == "aot_eager":
-            variant.rebase(resident_bytes)
+            variant.rebase(resident_bytes + behind_bytes)
     return Session(variant, resident_bytes, meter, metered)
 
 

@@ -126,7 +126,12 @@ def sweep_offline(
         )
 
     return trace_joint(
-        model, example_args, inner_of(options, profile), use, functools.partial(log.warning, "fxhome: %s")
+        model,
+        example_args,
+        inner_of(options, profile),
+        use,
+        functools.partial(log.warning, "fxhome: %s"),
+        planned_for=profile.kind,
     )
 
 

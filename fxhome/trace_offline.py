@@ -19,6 +19,7 @@ from torch.fx.graph_module import GraphModule
 from torch.utils._pytree import tree_map
 
 from fxhome.errors import FxhomeError, UnsupportedGraphError, reason_of
+from fxhome.gpu_decompositions import gpu_decompositions
 from fxhome.passes.torch_compat import copy_graph, has_uncompiled_callers
 
 T = TypeVar("T")
@@ -35,11 +36,14 @@ def trace_joint(
     inner: str,
     use: Use[T],
     on_part: Callable[[str], None] = lambda _: None,
+    *,
+    planned_for: str = "cpu",
 ) -> T:
     """What `use(joint graph, its inputs, number of forward outputs, static inputs)` makes of the first training graph.
 
-    inner: "inductor" or "aot_eager", whose decompositions and rewrites the joint graph has then been through. on_part:
-    called with a message where that graph is only a part of the step. Raises UnsupportedGraphError where there is no
+    inner: "inductor" or "aot_eager", whose decompositions and rewrites the joint graph has then been through.
+    planned_for: the kind of device, "cuda" or "cpu", that it would make them for. on_part: called with a message where
+    that graph is only a part of the step. Raises UnsupportedGraphError where there is no
     training graph or the model itself fails, and what `use` raises of fxhome's own errors.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
@@ -56,7 +60,7 @@ def trace_joint(
         reason = _why_a_part(gm)
         try:
             if inner == "inductor":
-                _trace_for_inductor(gm, example_inputs, partition)
+                _trace_for_inductor(gm, example_inputs, partition, planned_for)
             else:
                 _trace_plain(gm, example_inputs, partition)
         except FxhomeError as error:
@@ -128,8 +132,13 @@ def _trace_plain(gm: GraphModule, example_inputs: Sequence[Any], partition: Call
     compiler(gm, example_inputs)
 
 
-def _trace_for_inductor(gm: GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any]) -> None:
+def _trace_for_inductor(
+    gm: GraphModule, example_inputs: Sequence[Any], partition: Callable[..., Any], planned_for: str
+) -> None:
     from torch._inductor.compile_fx import compile_fx
+    from torch._inductor.decomposition import select_decomp_table
+
+    table = {**select_decomp_table(), **gpu_decompositions()} if planned_for == "cuda" else None
 
     # compile_fx owns what it is given and may change it.
     own = fx.GraphModule(gm, copy_graph(gm.graph))
@@ -140,6 +149,7 @@ def _trace_for_inductor(gm: GraphModule, example_inputs: Sequence[Any], partitio
             list(example_inputs),
             inner_compile=_leave,
             config_patches={"custom_partitioner_fn": _Partitioner(partition)},
+            decompositions=table,
         )
 
 

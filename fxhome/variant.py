@@ -54,14 +54,18 @@ class Variant:
         """Whether it takes as little as possible, for graphs whose needs were not known when it was planned."""
         return self.situation.leave_room
 
+    @property
+    def kept_free_bytes(self) -> int:
+        """What of the budget is kept free beside its own peak, for graphs that run between forward and backward."""
+        return self.planned.kept_free_bytes if self.planned is not None else 0
+
     def fits(self, resident_bytes: int) -> bool:
         """Whether the promise still holds when this much is resident at the entry of the forward."""
         if self.plan is None:
             return True
         grown = resident_bytes - self.plan.resident_bytes
-        return (
-            grown <= 0 or self.plan.predicted_peak_bytes + self.plan.error_bound_bytes + grown <= self.plan.budget_bytes
-        )
+        promised = self.plan.predicted_peak_bytes + self.kept_free_bytes + self.plan.error_bound_bytes
+        return grown <= 0 or promised + grown <= self.plan.budget_bytes
 
     def rebase(self, resident_bytes: int) -> None:
         """Start the prediction from what is resident now: tracing itself holds a little that is gone by now."""
@@ -95,9 +99,9 @@ class Variant:
 def _spare_bytes(variant: Variant | None) -> int:
     """How far below its budget a plan stays."""
     plan = variant.plan if variant is not None else None
-    if plan is None:
+    if variant is None or plan is None:
         return 0
-    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0)
+    peak_bytes = max(plan.predicted_peak_bytes, plan.measured_peak_bytes or 0) + variant.kept_free_bytes
     return max(0, plan.budget_bytes - peak_bytes - SPARED_BYTES)
 
 

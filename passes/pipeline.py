@@ -123,13 +123,12 @@ def plan_graph(
     baseline_run = SimulatedRun(stock_placement, stock_run, model.problem.link)
     if fusing:
         # The graphs say what is computed, not what a fusing compiler writes to memory: its model does.
-        stock_bytes = stock_run.peak_bytes
+        stock_free_bytes = spared_bytes(stock_run)
+        stock_bytes = stock_run.peak_bytes - stock_free_bytes
     else:
-        stock_bytes = max(
-            stock_peak.forward_bytes,
-            stock_peak.backward_bytes + situation.outside_bytes,
-            stock_peak.boundary_bytes + situation.outside_bytes + situation.between_bytes,
-        )
+        boundary_bytes = stock_peak.boundary_bytes + situation.outside_bytes
+        stock_bytes = max(stock_peak.forward_bytes, stock_peak.backward_bytes + situation.outside_bytes, boundary_bytes)
+        stock_free_bytes = max(0, boundary_bytes + situation.between_bytes - stock_bytes)
     baseline_bytes = fixed + stock_bytes
     budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
@@ -164,7 +163,7 @@ def plan_graph(
         )
 
     stale = overwritten_saved(stock[0], num_fwd_outputs)
-    fits = baseline_bytes <= budget and not situation.leave_room and not situation.smallest
+    fits = baseline_bytes + stock_free_bytes <= budget and not situation.leave_room and not situation.smallest
     problem = model.problem
     if replay is None and fits and options.policy == "pso" and not stale:
         stats = SearchStats("keep_all", options.seed, 0, 0.0, "nothing to do: the baseline fits")
@@ -175,6 +174,7 @@ def plan_graph(
             model.facts,
             True,
             stock_peak.boundary_bytes,
+            kept_free_bytes=stock_free_bytes,
             output_bytes=stock_peak.output_bytes,
             workspace_by_node=model.workspace_by_node,
             stock_boundary_bytes=stock_peak.boundary_bytes,
@@ -197,7 +197,7 @@ def plan_graph(
         check_replay(replay, model.facts, profile, inner)
         placement = placement_codes(replay, model.facts, problem)
         run = SimulatedRun(placement, simulate(problem, placement, replay.budget_bytes - fixed), problem.link)
-        plan = replay
+        plan, kept_free_bytes = replay, 0
     else:
         choice = runner.run(
             "search",
@@ -226,9 +226,11 @@ def plan_graph(
                 f"the inner backend's own partition would rebuild from {', '.join(stale)}, which the step overwrites: "
                 "fxhome's is used although the baseline fits",
             )
-        # What is kept free for graphs to come is no need of this one: theirs are planned with what is left.
-        own_bytes = graph_bytes - (spared_bytes(choice.result) if situation.leave_room else 0)
-        plan = finish(choice, own_bytes, notes)
+        # What is kept free for other graphs is no need of this one: theirs are planned with what is left.
+        kept_free_bytes = spared_bytes(choice.result)
+        plan = finish(choice, graph_bytes - kept_free_bytes, notes)
+        if situation.leave_room:
+            kept_free_bytes = 0  # as much as there was, wanted by nobody yet
 
     program = plan.program
     graphs = runner.run("partition", lambda: partition(work, program, num_fwd_outputs))
@@ -264,7 +266,8 @@ def plan_graph(
         model.facts,
         False,
         written.boundary_bytes,
-        is_best_effort=plan.predicted_peak_bytes > plan.budget_bytes,
+        kept_free_bytes=kept_free_bytes,
+        is_best_effort=plan.predicted_peak_bytes + kept_free_bytes > plan.budget_bytes,
         output_bytes=written.output_bytes,
         workspace_by_node=model.workspace_by_node,
         stock_boundary_bytes=stock_peak.boundary_bytes,

@@ -27,6 +27,8 @@ class Planned:
     """Graph storages alive between forward and backward, tangents not counted."""
     is_best_effort: bool = False
     """The budget could not be met and the user asked to go on (on_infeasible="best_effort")."""
+    kept_free_bytes: int = 0
+    """How much more than its peak the budget must hold, for graphs that run between its forward and its backward."""
     output_bytes: int = 0
     """Outputs of the forward that are not saved: the caller holds them during the backward."""
     step_seconds: dict[str, float] = field(default_factory=dict)

@@ -70,6 +70,37 @@ def has_uncompiled_callers() -> bool:
     return False
 
 
+def compiled_for() -> tuple[Any, Any] | None:
+    """What Dynamo compiles a frame for just now: the backend that was asked for, and what torch.compile was given (the
+    outermost where one such runs inside another). None outside of a compilation.
+    """
+    backend = root = None
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        name, path = frame.f_code.co_name, frame.f_code.co_filename
+        if name == "_compile" and path.endswith("convert_frame.py") and backend is None:
+            backend = _own_backend(frame.f_locals["compiler_fn"])
+        elif name == "compile_wrapper" and path.endswith("eval_frame.py"):
+            root = frame.f_locals.get("fn")
+        frame = frame.f_back
+    return None if backend is None or root is None else (backend, _given(root))
+
+
+def _own_backend(backend: Any) -> Any:
+    for name in ("_torchdynamo_orig_backend", "compiler_fn"):
+        while (inner := getattr(backend, name, None)) is not None:
+            backend = inner
+    return backend
+
+
+def _given(root: Any) -> Any:
+    """The module or function behind what Dynamo wraps around it."""
+    for name in ("__wrapped__", "func", "__self__"):
+        while (inner := getattr(root, name, None)) is not None and not isinstance(root, torch.nn.Module):
+            root = inner
+    return root
+
+
 def frame_given_up() -> tuple[CodeType, Any, BaseException] | None:
     """Inside a callback at the end of a compilation by Dynamo: the code of the frame, the backend that was asked for,
     and why none of it could be compiled. None where it was compiled, or holds nothing to compile.
@@ -80,11 +111,7 @@ def frame_given_up() -> tuple[CodeType, Any, BaseException] | None:
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_compile" and frame.f_code.co_filename.endswith("convert_frame.py"):
-            backend = frame.f_locals["compiler_fn"]
-            for name in ("_torchdynamo_orig_backend", "compiler_fn"):
-                while (inner := getattr(backend, name, None)) is not None:
-                    backend = inner
-            return frame.f_locals["code"], backend, error
+            return frame.f_locals["code"], _own_backend(frame.f_locals["compiler_fn"]), error
         frame = frame.f_back
     return None
 

@@ -187,7 +187,7 @@ def test_what_inductor_lays_out_otherwise_is_planned_without_being_moved(monkeyp
 
     def plan(_: Any, __: Any, ___: Any, situation: Situation) -> Any:
         asked.append(situation.fixed_layouts)
-        found = SimpleNamespace(plan=StandInPlan(), is_baseline=False, is_best_effort=False)
+        found = SimpleNamespace(plan=StandInPlan(), is_baseline=False, is_best_effort=False, kept_free_bytes=0)
         found.plan = SimpleNamespace(budget_bytes=BUDGET, predicted_peak_bytes=BUDGET)
         found.checked = lambda predicted: found.plan
         return found

@@ -121,16 +121,16 @@ def test_a_graph_that_runs_last_and_before_leaves_room_for_what_passes_beside_it
     parts = joint_parts([share(400, 300, passing_bytes=150)], step_of("block", "block").calls(), held_bytes=50)
 
     # The first forward alone may save 1000 - 50 - 300; with the second, 1000 - 50 - 150 is for both.
-    assert parts == [joint.Part(50 + 400, 400)]
+    assert parts == [joint.Part(50 + 400, 400, earlier_forwards=1)]
     wide = joint_parts([share(600, 300, passing_bytes=150)], step_of("block", "block").calls(), held_bytes=50)
-    assert wide == [joint.Part(50 + 400, 400)]
+    assert wide == [joint.Part(50 + 400, 400, earlier_forwards=1)]
 
 
 def test_what_later_backwards_leave_behind_is_beside_the_first_forwards_own() -> None:
     """Three forwards that save nothing: the first one's backward runs beside the gradients of the other two."""
     share_of_three = share(0, 100, outside_bytes=70, gradient_bytes=30)
 
-    assert joint_parts([share_of_three], step_of("a", "a", "a").calls(), held_bytes=50) == [joint.Part(50, 0, 70)]
+    assert joint_parts([share_of_three], step_of("a", "a", "a").calls(), held_bytes=50) == [joint.Part(50, 0, 70, 2)]
 
 
 def test_what_eager_code_keeps_between_two_graphs_is_held_beside_what_they_save() -> None:

@@ -32,6 +32,23 @@ def test_the_graph_is_what_the_inner_backend_would_plan() -> None:
     assert any("convolution_backward" in name for name in fused)
 
 
+def test_for_a_gpu_it_is_taken_apart_as_inductor_does_there() -> None:
+    """A bias gradient is a sum of its own, and a product over an inner size of 1 no call of a library."""
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.GELU(), nn.Flatten(), nn.Linear(8 * 36, 1)).to("meta")
+    args = (torch.empty(2, 3, 8, 8, device="meta"),)
+
+    def parts(joint: GraphModule, *_: object) -> tuple[list[bool], int]:
+        (backward,) = joint.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default)
+        return backward.args[10], len(joint.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default))
+
+    fresh()
+    assert trace_joint(model, args, "inductor", parts) == ([False, True, True], 2)
+    fresh()
+    assert trace_joint(model, args, "inductor", parts, planned_for="cuda") == ([False, True, False], 1)
+    fresh()
+    assert trace_joint(model, args, "aot_eager", parts, planned_for="cuda") == ([False, True, True], 2)
+
+
 @pytest.mark.parametrize("inner", ["aot_eager", "inductor"])
 def test_a_model_that_is_not_trained_has_no_graph(inner: str) -> None:
     fresh()
