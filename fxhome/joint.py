@@ -18,7 +18,8 @@ class Share:
     entry: held at its forward's entry. saved: what its plan keeps for the backward. wanted: what the baseline would
     keep.
     least: the smallest peak of any plan, above entry. outside: held during its backward by no part of its graph.
-    gradient: what its backward leaves behind. passing: what the baseline's peak has beside what it keeps.
+    gradient: what its backward leaves behind. passing: what the baseline's peak has beside what it keeps. is_relative:
+    whether the budget is a share of the baseline.
     """
 
     entry_bytes: int
@@ -29,6 +30,7 @@ class Share:
     budget_bytes: int
     gradient_bytes: int = 0
     passing_bytes: int = 0
+    is_relative: bool = False
 
 
 @dataclass(frozen=True)
@@ -103,7 +105,7 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
     not among them, as nothing runs before its backward: but where its graph ran before, its one plan must also leave
     room for what passes beside what it keeps itself.
     """
-    budget_bytes = shares[0].budget_bytes
+    budget_bytes = step_budget(shares)
     seen = [share.saved_bytes for share in shares]
     wants = [share.wanted_bytes for share in shares]
     # What each graph found beside what those before it saved: results handed on, what eager code between them keeps.
@@ -140,6 +142,11 @@ def joint_parts(shares: Sequence[Share], calls: Sequence[Calls], held_bytes: int
         others = grown - (own.count - 1) * may_save[index]
         parts.append(Part(entry, may_save[index], outside, own.count - 1, others))
     return parts
+
+
+def step_budget(shares: Sequence[Share]) -> int:
+    """The budget of all graphs of a step: a share of the baseline comes to more the more of them were known."""
+    return max(share.budget_bytes for share in shares) if shares[0].is_relative else shares[0].budget_bytes
 
 
 def _in_all(counts: Sequence[int], sizes_bytes: Sequence[int]) -> int:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from fxhome.device import allocatable_bytes
-from fxhome.joint import Calls, Share, Step, joint_parts
+from fxhome.joint import Calls, Share, Step, joint_parts, step_budget
 from fxhome.placement import Plan
 from fxhome.runtime import codec_sites
 
@@ -96,7 +96,7 @@ def note_backward_done(graph: ManagedGraph) -> bool:
         if members[0] is graph:
             del _steps[graph.device]
             joint = Joint(step.graphs, step.calls())
-            if all(member is not None and member.shares_budget and not member.was_joined for member in members):
+            if all(member is not None and not member.was_joined for member in members):
                 log.warning(
                     "fxhome: %d forwards of one step (graphs: %d) share one budget: planning them jointly",
                     step.num_forwards,
@@ -126,7 +126,7 @@ class Joint:
         parts = joint_parts(shares, self._calls, shares[0].entry_bytes if held_bytes is None else held_bytes)
         for member, part in zip(members, parts, strict=True):
             if member is not None:
-                member.join(part, self)
+                member.join(part, self, step_budget(shares))
 
     def begins_with(self, graph: ManagedGraph) -> bool:
         """Whether the step's first forward is one of `graph`."""

@@ -28,6 +28,7 @@ from fxhome.errors import FxhomeError, InfeasibleBudgetError
 from fxhome.joint import Part, Share
 from fxhome.optimizer_state import arrived_bytes, watch_optimizers
 from fxhome.options import Options
+from fxhome.passes.planned import Planned
 from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import compile_lock, is_inside_backward
@@ -113,7 +114,10 @@ class ManagedGraph:
         resident_bytes = max(resident_bytes, self._first_resident + self.options.reserve)
         part = self._part or Part()
         resident_bytes = max(resident_bytes, part.entry_bytes)
+        before = self._planned_before()
         return Situation(
+            unsaved_bytes=sum(max(0, planned.stock_boundary_bytes - planned.boundary_bytes) for planned in before),
+            step_budget_bytes=max((planned.plan.budget_bytes for planned in before), default=0),
             leave_room=self._leaves_room,
             resident_bytes=resident_bytes,
             outside_bytes=max(self._outside_bytes, part.outside_bytes),
@@ -123,6 +127,11 @@ class ManagedGraph:
             observed_bytes=self._observed_bytes(),
             free_bytes=ledger.free_bytes(self.device) if self.options.memory_budget is None else 0,
         )
+
+    def _planned_before(self) -> list[Planned]:
+        """The plans of the forwards that wait for their backwards."""
+        sessions = ledger.outstanding(self.device)
+        return [session.variant.planned for session in sessions if session.variant.planned is not None]
 
     def _observed_bytes(self) -> tuple[tuple[str, int], ...]:
         plan = self.variants[-1].plan if self.variants else None
@@ -305,15 +314,15 @@ class ManagedGraph:
             self.join(None, None)
 
     @property
-    def shares_budget(self) -> bool:
-        """Whether the budget is one number of bytes for the process; a share is each graph's own."""
+    def is_relative(self) -> bool:
+        """Whether its budget is a share of the baseline, and no number of bytes by itself."""
         budget = self.options.memory_budget
-        return budget is None or budget.bytes is not None
+        return budget is not None and budget.bytes is None
 
     @property
     def _leaves_room(self) -> bool:
         """Whether more graphs may follow in this step: they do where some came before (a model compiled by blocks)."""
-        if not self.shares_budget or self._joined:
+        if self._joined:
             return False
         return self.may_be_followed or self.was_joined or self._is_behind_another
 
@@ -340,8 +349,13 @@ class ManagedGraph:
         slack = RESIDENT_SLACK_BYTES[planned.facts.planned_for]
         return planned.smallest_peak_bytes() + self._error_bound_bytes + self._seen_outside + slack
 
-    def join(self, part: Part | None, joint: ledger.Joint | None) -> None:
-        """Plan again at the next forward, knowing what of the common budget is left to this graph; None: all of it."""
+    def join(self, part: Part | None, joint: ledger.Joint | None, budget_bytes: int | None = None) -> None:
+        """Plan again at the next forward, knowing what of the common budget is left to this graph; None: all of it.
+
+        budget_bytes: what the budget of all comes to, where it is a share.
+        """
+        if budget_bytes is not None and self.is_relative:
+            self._settled_bytes = budget_bytes
         self._joined = self.was_joined = True
         self._part, self._joint = part, joint
         self._replan = True
@@ -361,6 +375,7 @@ class ManagedGraph:
             least_bytes=planned.smallest_peak_bytes(),
             outside_bytes=self._seen_outside,
             budget_bytes=planned.plan.budget_bytes,
+            is_relative=self.is_relative,
             gradient_bytes=planned.facts.gradient_bytes,
             passing_bytes=max(0, baseline_bytes - planned.stock_boundary_bytes),
         )

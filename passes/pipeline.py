@@ -130,7 +130,7 @@ def plan_graph(
         stock_bytes = max(stock_peak.forward_bytes, stock_peak.backward_bytes + situation.outside_bytes, boundary_bytes)
         stock_free_bytes = max(0, boundary_bytes + situation.between_bytes - stock_bytes)
     baseline_bytes = fixed + stock_bytes
-    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation.free_bytes)
+    budget, asked = _budget_bytes(options.memory_budget, baseline_bytes, resident, situation)
     budget = budget if situation.settled_bytes is None else situation.settled_bytes
 
     def hosted(run: SimulatedRun) -> HostedPlan | None:
@@ -297,8 +297,13 @@ def rewrite(
     return insert_transfers(*graphs, program, num_fwd_outputs, named)
 
 
-def _budget_bytes(budget: Budget | None, baseline_bytes: int, resident_bytes: int, free_bytes: int) -> tuple[int, str]:
+def _budget_bytes(
+    budget: Budget | None, baseline_bytes: int, resident_bytes: int, situation: Situation
+) -> tuple[int, str]:
     if budget is None:
+        free_bytes = situation.free_bytes
         margin = max(free_bytes // 50, 1 << 20)
         return resident_bytes + free_bytes - margin, f"all that is free, less a margin of {format_bytes(margin)}"
-    return budget.resolve(baseline_bytes), str(budget)
+    if budget.bytes is not None:
+        return budget.bytes, str(budget)
+    return max(budget.resolve(baseline_bytes + situation.unsaved_bytes), situation.step_budget_bytes), str(budget)

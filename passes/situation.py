@@ -29,6 +29,12 @@ class Situation:
     """Do not search: the smallest plan that is known, whatever it costs and whether or not it fits."""
     tightest: bool = False
     """Schedule the copies of the smallest plan as if no byte more than its own peak were there."""
+    unsaved_bytes: int = 0
+    """How much less the graphs before it in the step have saved than they would by themselves: a share of the baseline
+    is one of the whole step's.
+    """
+    step_budget_bytes: int = 0
+    """The largest budget that a graph before it in the step was given; a share comes to no less."""
     settled_bytes: int | None = None
     """The budget in bytes that an earlier plan of this graph came to; None for the first."""
     observed_bytes: tuple[tuple[str, int], ...] = ()

@@ -106,7 +106,7 @@ def test_a_step_may_be_metered_from_outside_while_it_compiles() -> None:
 
 def test_graph_breaks_give_several_plans_and_the_stock_gradients() -> None:
     expected, _, _ = gradients(None, broken=True)
-    found, _, _ = gradients({"memory_budget": "100%", "policy": "vdnn_all"}, broken=True)
+    found, _, _ = gradients({"memory_budget": "1GiB", "policy": "vdnn_all"}, broken=True)
     plans = fxhome.plans()
     assert found.differences(expected) == []
     assert len(plans) >= 3
@@ -132,6 +132,37 @@ def test_graph_breaks_never_get_the_budget_once_each() -> None:
     budget = resident + int(0.6 * (stock[-1] - resident))
     _, peaks, _ = gradients({"memory_budget": in_bytes(budget)}, broken=True)
     assert max(peaks[2:]) <= budget
+
+
+@pytest.mark.parametrize("share", ["80%", "60%"])
+def test_a_share_is_one_of_the_whole_step_also_where_a_small_graph_comes_last(share: str) -> None:
+    """What came before a small graph is most of what it finds: a share of that alone would leave it nothing."""
+    wide = torch.nn.Sequential(*[torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.Tanh())] * 12)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        y = wide(x)
+        torch._dynamo.graph_break()
+        return y.square().mean()
+
+    x = torch.randn(4096, 16)
+    peaks, found = [], []
+    for options in (None, {"memory_budget": share}):
+        fresh()
+        compiled = compile_step(step, options)
+        for _ in range(3):
+            for parameter in wide.parameters():
+                parameter.grad = None
+            gc.collect()
+            with StorageMeter(granule_bytes=1) as meter:
+                meter.track_resident()
+                compiled(x).backward()
+        peaks.append(meter.peak_bytes)
+        found.append([parameter.grad.clone() for parameter in wide.parameters() if parameter.grad is not None])
+    budgets = {plan.budget_bytes for plan in fxhome.plans()}
+    assert len(budgets) == 1
+    assert max(budgets) == pytest.approx(float(share[:-1]) / 100 * peaks[0], rel=0.01)
+    assert peaks[1] <= max(budgets)
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
 def train(options: dict[str, Any] | None, caplog: pytest.LogCaptureFixture) -> tuple[Record, list[int], list[str]]:
