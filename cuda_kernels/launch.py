@@ -15,6 +15,7 @@ import inspect
 import os
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,16 @@ def build_kernel(key: KernelKey) -> Callable[..., None]:
 
 
 def compile_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
-    """PTX of a kernel whose parameters are all int64; needs no GPU."""
+    """PTX of a kernel whose parameters are all int64; needs no GPU.
+
+    Compiled in a thread of its own: Numba leaves exceptions behind in cycles, and each keeps the frames of its whole
+    thread until it is collected, that of a step with everything it has saved.
+    """
+    with ThreadPoolExecutor(1) as executor:
+        return executor.submit(_compile_ptx, key, compute_capability).result()
+
+
+def _compile_ptx(key: KernelKey, compute_capability: tuple[int, int]) -> str:
     kernel = build_kernel(key)
     cuda: Any = importlib.import_module("numba.cuda")
     types = cuda.types

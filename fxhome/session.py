@@ -25,6 +25,9 @@ from fxhome.variant import Variant
 
 log = logging.getLogger("fxhome")
 
+CYCLES_BYTES = 1 << 20
+"""By how much more than a forward leaves may be held behind it before cycles are collected."""
+
 
 class Session:
     """What was seen of one step. Bytes on the device of the graph."""
@@ -66,6 +69,11 @@ class Session:
         """Behind the forward, where a backward follows."""
         if self.metered and device.type == "cuda":
             self.forward_peak_bytes = torch.cuda.max_memory_allocated(device)
+            planned = self.variant.planned
+            expected_bytes = self.entry_bytes + (planned.boundary_bytes + planned.output_bytes if planned else 0)
+            if torch.cuda.memory_allocated(device) > expected_bytes + CYCLES_BYTES:
+                # What compiles in a first step may leave its frames behind in cycles, and what these held with them.
+                gc.collect()
 
     def note_backward_entry(self, device: torch.device, later: Sequence[Session] = ()) -> None:
         """Before the backward; `later`: the outstanding forwards that began after this one."""

@@ -4,7 +4,9 @@ memory."""
 from __future__ import annotations
 
 import dataclasses
+import gc
 import re
+import weakref
 from typing import Any
 
 import pytest
@@ -122,3 +124,22 @@ def test_what_moves_the_rest_of_a_buffer_compiles_clean() -> None:
     ptx = compile_ptx(OVERFLOW, (9, 0))
 
     assert not re.search(r"\.(f64|local)\b", ptx)
+
+
+def test_compiling_a_kernel_keeps_nothing_of_its_caller() -> None:
+    """Numba's leftovers hold frames until they are collected; a step that compiles a kernel is not among them."""
+
+    class Saved:
+        pass
+
+    def step() -> weakref.ref[Saved]:
+        saved = Saved()
+        compile_ptx(kernel_key("zvc", "encode"), (8, 0))
+        return weakref.ref(saved)
+
+    gc.collect()
+    gc.disable()
+    try:
+        assert step()() is None
+    finally:
+        gc.enable()
