@@ -184,6 +184,10 @@ def _hold_budget(
             more = max(more, situation.lowering_bytes + 2 * over + planned.plan.budget_bytes // GENEROUS)
         situation = with_lowering(situation, more, planned.plan.budget_bytes)
     assert planned is not None
+    if first.leave_room:
+        # What saves least need not be what needs least once lowered: this graph's own promise comes first.
+        own = replace(first, leave_room=False, settled_bytes=situation.settled_bytes)
+        return _hold_budget(gm, example_inputs, plan_step, own, fallback=fallback)
     raise planned.refuse(_lowered_minimum(gm, example_inputs, plan_step, situation))
 
 

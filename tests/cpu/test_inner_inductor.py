@@ -238,6 +238,43 @@ def test_the_smallest_plan_is_tried_again_with_its_copies_out_of_the_way(
     assert plan.predicted_peak_bytes <= plan.budget_bytes
 
 
+class Broken(Blocks):
+    """With a graph break before the loss: the first graph leaves room for the second one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """x: (rows, width)."""
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(F.gelu(up(norm(x))))
+        torch._dynamo.graph_break()
+        return torch.tanh(x).square().mean()
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
+def test_a_graph_that_cannot_leave_room_once_lowered_keeps_its_own_promise(
+    checks: list[ScheduleCheck], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What saves least for the backward is not always what needs least: it is no reason to refuse the budget."""
+    original, tried = inner_inductor.lower_and_check, []
+
+    def over(gm: Any, inputs: Any, planned: Any, situation: Any, *, closely: bool = True) -> Any:
+        tried.append(situation.leave_room)
+        if situation.leave_room:
+            raise OverLimitError(LoweredPeak(planned.plan.budget_bytes + 1, 0, "buf0"), is_backward=False)
+        return original(gm, inputs, planned, situation, closely=closely)
+
+    monkeypatch.setattr(inner_inductor, "lower_and_check", over)
+    monkeypatch.setattr(inner_inductor, "MAX_REPLANS", 1)
+    torch.manual_seed(0)
+    model, x = Broken(), torch.randn(512, 64)
+
+    step(model, x, backend=backend, options={"memory_budget": "1GiB", "inner": "inductor", "max_evaluations": 400})
+
+    assert tried[0]
+    assert not tried[-1]
+    assert len(fxhome.plans()) == 2
+    assert all(plan.predicted_peak_bytes <= plan.budget_bytes for plan in fxhome.plans())
+
+
 def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
