@@ -283,8 +283,10 @@ def main() -> None:
     options.out.mkdir(parents=True, exist_ok=True)
     saved = options.out / "search.json"
     found: dict[str, Any] = json.loads(saved.read_text()) if saved.exists() else {}
-    for part in options.merge or ():
-        merge(found, json.loads((part / "search.json").read_text()))
+    if options.merge is not None:
+        for part in options.merge:
+            merge(found, json.loads((part / "search.json").read_text()))
+        saved.write_text(json.dumps(found, indent=1) + "\n")
     for name in wanted if options.merge is None else ():
         found[name] = SECTIONS[name](asked)
         commands = found.setdefault("commands", {})
@@ -294,7 +296,6 @@ def main() -> None:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         found["machine"] = f"{cores} cores, {platform.machine()}, Python {platform.python_version()}"
         saved.write_text(json.dumps(found, indent=1) + "\n")
-    saved.write_text(json.dumps(found, indent=1) + "\n")
     write(found, options.out)
 
 

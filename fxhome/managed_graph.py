@@ -116,7 +116,7 @@ class ManagedGraph:
         resident_bytes = max(resident_bytes, part.entry_bytes)
         before = self._planned_before()
         return Situation(
-            unsaved_bytes=sum(max(0, planned.stock_boundary_bytes - planned.boundary_bytes) for planned in before),
+            unsaved_bytes=sum(planned.unsaved_bytes for planned in before),
             step_budget_bytes=max((planned.plan.budget_bytes for planned in before), default=0),
             leave_room=self._leaves_room,
             resident_bytes=resident_bytes,
@@ -282,11 +282,12 @@ class ManagedGraph:
 
     def _enter_backward(self, session: Session) -> None:
         self.current = session
-        session.is_last = session.place == ledger.num_forwards(self.device)
-        later = [other for other in ledger.outstanding(self.device) if other.place > session.place]
-        saved = [other.variant.planned.boundary_bytes for other in later if other.variant.planned is not None]
-        session.later_bytes = sum(saved)
-        session.num_later = sum(other.place > session.place for other in self.outstanding)
+        later: list[Session] = []
+        if session.metered:  # only then is anything made of it, and a step of many graphs has many backwards
+            session.is_last = session.place == ledger.num_forwards(self.device)
+            later = [other for other in ledger.outstanding(self.device) if other.place > session.place]
+            session.later_bytes = sum(other.saved_bytes for other in later)
+            session.num_later = sum(other.place > session.place for other in self.outstanding)
         session.note_backward_entry(self.device, later)
 
     def _leave_backward(self, session: Session) -> None:

@@ -53,6 +53,12 @@ class Session:
         """Whether no other forward of the step began between its forward and its backward."""
         self.benchmarks = ExitStack()
 
+    @property
+    def saved_bytes(self) -> int:
+        """What its plan keeps for the backward; nothing without one."""
+        planned = self.variant.planned
+        return planned.boundary_bytes if planned is not None else 0
+
     def with_frugal_benchmarks(self) -> ExitStack:
         """In the metered step of generated kernels: trying them out must not take memory that no plan knows of."""
         plan, planned = self.variant.plan, self.variant.planned

@@ -52,7 +52,7 @@ def growing_bytes(device: torch.device) -> int:
     first = ledger.first_outstanding(device)
     if first is None or first.variant.leaves_room or first.variant.planned is None:
         return 0
-    return max(0, first.variant.planned.stock_boundary_bytes - first.variant.planned.boundary_bytes)
+    return first.variant.planned.unsaved_bytes
 
 
 def for_the_whole_step(refusal: InfeasibleBudgetError, graph: ManagedGraph) -> InfeasibleBudgetError:
@@ -102,8 +102,7 @@ def for_the_whole_step(refusal: InfeasibleBudgetError, graph: ManagedGraph) -> I
 def _unseen_bytes(optimizers: Iterable[Optimizer], outstanding: Iterable[Session], device: torch.device) -> int:
     """What the rest of a step that nobody has seen yet may still hold."""
     gradients = sum(missing_gradient_bytes(optimizer, device) for optimizer in optimizers)
-    planned = [session.variant.planned for session in outstanding]
-    return gradients + sum(found.boundary_bytes for found in planned if found is not None)
+    return gradients + sum(session.saved_bytes for session in outstanding)
 
 
 def _naming(refusal: InfeasibleBudgetError, minimum: int, reason: str) -> InfeasibleBudgetError:

@@ -23,6 +23,7 @@ from fxhome.passes.step_lives import StepLives
 from fxhome.units import format_bytes
 
 MAX_SEEDS = 6
+"""Packings of what is mapped already that are tried, at most."""
 ENOUGH_SHARE = 0.02
 """Packings are tried until one can be steered to within so much of what is alive at once, and fits. With more effort,
 only where none fits.

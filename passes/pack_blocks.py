@@ -178,9 +178,10 @@ def packed_bytes(step: Sequence[Allocation], enough_bytes: int = 0) -> int:
             lives.append(Life(size_bytes, start, number))
     lives += [Life(size_bytes, start, len(step)) for size_bytes, start in alive.values()]
     least = NEVER
+    enough_bytes = max(enough_bytes, whole_pages(round((1 + CLOSE_SHARE) * most_alive(lives, (), 0))))
     for seed, effort in enumerate(EFFORTS):
         least = min(least, whole_pages(pack(lives, (), 0, seed=seed, effort=effort).top))
-        if least <= max(enough_bytes, whole_pages(round((1 + CLOSE_SHARE) * most_alive(lives, (), 0)))):
+        if least <= enough_bytes:
             break
     return least
 

@@ -48,6 +48,11 @@ class Planned:
     hosted: HostedPlan | None = None
     """The plan as it was simulated, where it has a host to wait for."""
 
+    @property
+    def unsaved_bytes(self) -> int:
+        """How much less it saves for the backward than the baseline would."""
+        return max(0, self.stock_boundary_bytes - self.boundary_bytes)
+
     def smallest_peak_bytes(self) -> int:
         """The least graph bytes that a plan of this graph can do with."""
         assert self.problem is not None

@@ -79,7 +79,7 @@ def plug(heap: Heap, made: Sequence[tuple[Event, int]], before_bytes: int, durin
 
 
 def _clear(
-    heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool], later: Sequence[tuple[int, int]] = ()
+    heap: Heap, size_bytes: int, target: int, take: Callable[[int], bool], later: Sequence[tuple[int, int]]
 ) -> bool:
     """Plug until an allocation would go to its place; False where that cannot be done.
 

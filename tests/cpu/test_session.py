@@ -47,12 +47,17 @@ def session(place: int) -> Session:
     return found
 
 
-def test_each_graph_of_a_step_measures_its_own_worst_moment(counters: Counters) -> None:
+def two_forwards(counters: Counters) -> tuple[Session, Session]:
     first, second = session(1), session(2)
     counters.see(100)
     first.note_forward_end(CUDA)
     counters.see(300)
     second.note_forward_end(CUDA)
+    return first, second
+
+
+def test_each_graph_of_a_step_measures_its_own_worst_moment(counters: Counters) -> None:
+    first, second = two_forwards(counters)
     second.is_last = True
     second.note_backward_entry(CUDA)
     counters.see(400)
@@ -65,11 +70,7 @@ def test_each_graph_of_a_step_measures_its_own_worst_moment(counters: Counters) 
 
 
 def test_what_was_seen_before_an_earlier_backward_is_kept_for_the_later_one(counters: Counters) -> None:
-    first, second = session(1), session(2)
-    counters.see(100)
-    first.note_forward_end(CUDA)
-    counters.see(300)
-    second.note_forward_end(CUDA)
+    first, second = two_forwards(counters)
     counters.see(350)  # an eager loss behind both
     first.note_backward_entry(CUDA, [second])
     counters.see(200)
