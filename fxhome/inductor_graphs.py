@@ -23,6 +23,7 @@ from fxhome.host_timer import CudaDevice, HostTimer
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import PAGE_BYTES
 from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
+from fxhome.passes.inlined_random import random_numbers_inlined
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import rewrite
 from fxhome.passes.planned import Planned
@@ -55,7 +56,8 @@ PlanStep = Callable[[GraphModule, object, int, Situation, list[int] | None], Pla
 @dataclass(frozen=True)
 class LoweredGraphs:
     """The two graphs as one callable, their peak in bytes, what lays their blocks where they are scattered, what times
-    the host in them where there is one, and what must be free beside their peak for graphs that run between the two.
+    the host in them where there is one, what must be free beside their peak for graphs that run between the two, and
+    whether their blocks find room under a cap before they are laid.
     """
 
     call: Callable[..., Any]
@@ -63,6 +65,7 @@ class LoweredGraphs:
     blocks: PlacedBlocks | None
     timer: HostTimer | None = None
     kept_free_bytes: int = 0
+    is_enforceable: bool = True
 
 
 class DecidedError(BaseException):
@@ -127,7 +130,8 @@ def lower(
         assert check is not None, "a plan is checked"
         joined = concatenations_kept_whole() if check.keeps_concatenations_whole else contextlib.nullcontext()
         kept = buffers_used_again(lambda: check.room)
-        with torch._functorch.config.patch(donated_buffer=False), channels_last_kept(), joined, kept:
+        laid_out, inlined = channels_last_kept(), random_numbers_inlined()
+        with torch._functorch.config.patch(donated_buffer=False), laid_out, inlined, joined, kept:
             return _compile_fx(gm, example_inputs, patches, **extra)
 
 
@@ -219,10 +223,7 @@ def _lower_and_check(
     predicted = checked_peak(planned, check, situation)
     if predicted is None:
         if known is not None:
-            predicted = planned.plan.resident_bytes + known.above_resident_bytes
-            blocks = _blocks(planned, situation, known, compiled)
-            kept_free = kept_free_bytes(known, situation)
-            return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled), kept_free)
+            return _lowered_graphs(planned, situation, known, compiled, call)
         compiled = CompiledGraphs()
         with torch._inductor.config.patch(fx_graph_cache=False):
             call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
@@ -235,8 +236,20 @@ def _lower_and_check(
         check.forward,
         check.backward,
     )
-    blocks = _blocks(planned, situation, known, compiled)
-    return LoweredGraphs(call, predicted, blocks, _timer(planned, compiled), kept_free_bytes(known, situation))
+    return _lowered_graphs(planned, situation, known, compiled, call)
+
+
+def _lowered_graphs(
+    planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs, call: Callable[..., Any]
+) -> LoweredGraphs:
+    return LoweredGraphs(
+        call,
+        planned.plan.resident_bytes + known.above_resident_bytes,
+        _blocks(planned, situation, known, compiled),
+        _timer(planned, compiled),
+        kept_free_bytes(known, situation),
+        is_enforceable(planned, situation, known),
+    )
 
 
 def _timer(planned: Planned, compiled: CompiledGraphs) -> HostTimer | None:
@@ -253,9 +266,8 @@ def _blocks(planned: Planned, situation: Situation, known: Lowered, compiled: Co
     if not keeps_freed_blocks(planned):
         return None
     is_expected, note = False, ""
-    outside = plan.resident_bytes + situation.error_bound_bytes
-    cap_bytes = cap_of(plan.budget_bytes)
-    if known.least_cap_bytes is not None and known.least_cap_bytes > room_under(cap_bytes, outside):
+    if known.least_cap_bytes is not None and not is_enforceable(planned, situation, known):
+        outside = plan.resident_bytes + situation.error_bound_bytes
         least = format_bytes(known.least_cap_bytes + outside + PARTS_BYTES)
         first = f"until its blocks are laid, the allocator needs {least}: with less, a first step runs out of memory"
         plan = planned.plan = replace(plan, notes=(*plan.notes, first))
@@ -297,6 +309,14 @@ def keeps_freed_blocks(planned: Planned) -> bool:
     return planned.facts.planned_for == "cuda" and not planned.is_baseline and not planned.is_best_effort
 
 
+def is_enforceable(planned: Planned, situation: Situation, known: Lowered) -> bool:
+    """Whether a plan runs where its budget is enforced, in the steps before its blocks are laid as well."""
+    if known.least_cap_bytes is None or not keeps_freed_blocks(planned):
+        return True
+    outside = planned.plan.resident_bytes + situation.error_bound_bytes
+    return known.least_cap_bytes <= room_under(cap_of(planned.plan.budget_bytes), outside)
+
+
 def is_scattered(reserved_bytes: int, budget_bytes: int) -> bool:
     """Whether blocks are worth laying: left to itself, the allocator would take so much for them."""
     return reserved_bytes > reserved_limit(budget_bytes)
@@ -328,7 +348,8 @@ def check_for(
 ) -> ScheduleCheck:
     """The scheduler pass that holds a plan to its budget; `closely`: to what the allocator may take as well."""
     if planned.is_baseline or planned.is_best_effort:
-        return ScheduleCheck(planned.plan.program if planned.is_best_effort else (), planned.workspace_by_node)
+        program = planned.plan.program if planned.is_best_effort else ()
+        return ScheduleCheck(program, planned.workspace_by_node, held_inputs=planned.held_inputs)
     room = planned.plan.budget_bytes - planned.plan.resident_bytes - situation.error_bound_bytes
     behind = behind_bytes(planned, situation)
     outside = planned.plan.resident_bytes + situation.error_bound_bytes
@@ -342,6 +363,7 @@ def check_for(
         cap_bytes=room_under(cap_of(planned.plan.budget_bytes), outside) if keeps else None,
         stops_scattered=closely,
         keeps_concatenations_whole=keeps_concatenations_whole,
+        held_inputs=planned.held_inputs,
     )
 
 

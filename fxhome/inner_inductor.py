@@ -7,7 +7,8 @@
               that one needs
     reserve   what the caching allocator will take for the blocks of a step: more than RESERVED_SHARE above the budget,
               they are laid where they fit (placed_blocks.py), and so are those that are seen to be scattered; still
-              more: look for a plan whose blocks lie closer, else take the best one
+              more: look for a plan whose blocks lie closer, else take the best one; where that one does not run under
+              a cap, the smallest plan, if it does
 
 Inductor's caches of compiled kernels stay on; AOTAutograd's own cache is off, because a hit there would skip the plan.
 """
@@ -68,9 +69,17 @@ MAX_CLOSER = 3
 class _ScatteredPlanError(BaseException):
     """A plan that holds its budget, but for whose blocks the allocator would take too much more."""
 
-    def __init__(self, planned: Planned, situation: Situation, reserved_bytes: int) -> None:
+    def __init__(
+        self, planned: Planned, situation: Situation, reserved_bytes: int, is_enforceable: bool = True
+    ) -> None:
         super().__init__(reserved_bytes)
         self.planned, self.situation, self.reserved_bytes = planned, situation, reserved_bytes
+        self.is_enforceable = is_enforceable
+
+    @property
+    def badness(self) -> tuple[bool, int]:
+        """What the best of several has least of."""
+        return not self.is_enforceable, self.reserved_bytes
 
     @property
     def over_bytes(self) -> int:
@@ -87,11 +96,12 @@ def compile_inductor(
 ) -> Variant:
     """Plan, lower and check one Dynamo graph. Raises what planning raises."""
     best: _ScatteredPlanError | None = None
+    margin_bytes = situation.lowering_bytes
     for _ in range(MAX_CLOSER):
         try:
             return _hold_budget(gm, example_inputs, plan_step, situation, fallback=best is not None)
         except _ScatteredPlanError as found:
-            best = found if best is None or found.reserved_bytes < best.reserved_bytes else best
+            best = found if best is None or found.badness < best.badness else best
             log.warning(
                 "fxhome: the blocks of this plan would take %s of the allocator, %s over the budget: "
                 "looking for one that lies closer",
@@ -105,10 +115,32 @@ def compile_inductor(
         except _NothingCloserError:
             break
     assert best is not None, "the first plan is returned, refused or found scattered"
+    if not best.is_enforceable:
+        smallest = _smallest_enforceable(gm, example_inputs, plan_step, best.situation, margin_bytes)
+        if smallest is not None:
+            return smallest
     lowered = lower_and_check(gm, example_inputs, best.planned, best.situation, closely=False)
     plan = best.planned.plan = best.planned.checked(lowered.predicted_bytes)
     best.planned.kept_free_bytes = lowered.kept_free_bytes
     return Variant(lowered.call, best.situation, best.planned, plan, blocks=lowered.blocks, timer=lowered.timer)
+
+
+def _smallest_enforceable(
+    gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation, margin_bytes: int
+) -> Variant | None:
+    """The smallest plan of all, by which a minimum is named, where it runs under a cap; else None."""
+    smallest = replace(situation, lowering_bytes=margin_bytes, smallest=True, tightest=True)
+    try:
+        planned = plan_only(gm, example_inputs, plan_step, smallest)
+        assert planned is not None, "what was scattered has a backward"
+        lowered = lower_and_check(gm, example_inputs, planned, smallest, closely=False)
+    except (InfeasibleBudgetError, OverLimitError, LayoutError):
+        return None
+    needed = lowered.predicted_bytes + lowered.kept_free_bytes + smallest.error_bound_bytes
+    if needed > planned.plan.budget_bytes or not lowered.is_enforceable:
+        return None
+    planned.plan, planned.kept_free_bytes = planned.checked(lowered.predicted_bytes), lowered.kept_free_bytes
+    return Variant(lowered.call, smallest, planned, planned.plan, blocks=lowered.blocks, timer=lowered.timer)
 
 
 def _hold_budget(
@@ -154,7 +186,8 @@ def _hold_budget(
             again = replace(first, fixed_layouts=fixed, settled_bytes=planned.plan.budget_bytes)
             return _hold_budget(gm, example_inputs, plan_step, again, fallback=fallback)
         except ScatteredError as found:
-            raise _ScatteredPlanError(planned, situation, found.reserved_bytes + planned.plan.resident_bytes) from None
+            reserved_bytes = found.reserved_bytes + planned.plan.resident_bytes
+            raise _ScatteredPlanError(planned, situation, reserved_bytes, found.is_enforceable) from None
         if planned.is_baseline and planned.plan.asked.endswith("%"):
             planned.plan = _share_of_lowered(planned.plan, predicted)
         over = predicted + kept_free + situation.error_bound_bytes - planned.plan.budget_bytes
@@ -252,7 +285,13 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
     planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True, tightest=True))
     assert planned is not None, "what was refused has a backward"
     check = ScheduleCheck(
-        planned.plan.program, planned.workspace_by_node, 0, 0, stops_over_limit=False, only_measures=True
+        planned.plan.program,
+        planned.workspace_by_node,
+        0,
+        0,
+        stops_over_limit=False,
+        only_measures=True,
+        held_inputs=planned.held_inputs,
     )
 
     def measure(graph: GraphModule, inputs: Sequence[Any], **settings: Any) -> Callable[..., Any]:

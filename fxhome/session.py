@@ -76,7 +76,7 @@ class Session:
         if self.metered and device.type == "cuda":
             self.forward_peak_bytes = torch.cuda.max_memory_allocated(device)
             planned = self.variant.planned
-            expected_bytes = self.entry_bytes + (planned.boundary_bytes + planned.output_bytes if planned else 0)
+            expected_bytes = self.entry_bytes + (planned.boundary_bytes if planned else 0)
             if torch.cuda.memory_allocated(device) > expected_bytes + CYCLES_BYTES:
                 # What compiles in a first step may leave its frames behind in cycles, and what these held with them.
                 gc.collect()

@@ -74,7 +74,7 @@ def by_last_loop(nodes: list[Any]) -> list[Any]:
 def _settled(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[list[Any], LoweredBuffers]:
     """An order with other kernels: dependencies first, then copies out of the way."""
     nodes = respect_dependencies(nodes, nodes, unpackers(nodes))
-    counted = LoweredBuffers(nodes, buffers.workspace_by_name)
+    counted = LoweredBuffers(nodes, buffers.workspace_by_name, buffers.held)
     return _best_order(nodes, counted, limit_bytes), counted
 
 

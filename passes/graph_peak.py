@@ -30,6 +30,8 @@ class GraphPeak:
     backward_bytes: int
     output_bytes: int = 0
     """Outputs of the forward alone: held by the caller while the backward runs."""
+    held_inputs: frozenset[str] = frozenset()
+    """Inputs of the backward that live in such outputs: counted there, and not freed by their last reader."""
 
     @property
     def peak_bytes(self) -> int:
@@ -66,8 +68,11 @@ def graph_peak(
     inputs = [node for node in backward.graph.nodes if node.op == "placeholder"]
     saved = returned[num_fwd_outputs:]
     shared: dict[Instance, Instance] = {}
+    held_inputs = set()
     for node, given in _paired(inputs[: len(saved)], saved):
         second.instances[node] = {}
+        if visible.intersection(first.instances[given].values()):
+            held_inputs.add(node.name)
         for instance in first.instances[given].values():
             alive_anyway = instance in visible or first.sizes[instance] == 0
             shared[instance] = second.give(node, count=not alive_anyway, same_as=shared.get(instance))
@@ -76,7 +81,7 @@ def graph_peak(
             held += sum(size for _, size in _storages(node, device_type, planned_for))
         second.give(node, count=False)
     second.run()
-    return GraphPeak(first.peak, first.alive, second.peak + held, outputs)
+    return GraphPeak(first.peak, first.alive, second.peak + held, outputs, frozenset(held_inputs))
 
 
 def _paired(taken: list[fx.Node], saved: list[fx.Node]) -> list[tuple[fx.Node, fx.Node]]:

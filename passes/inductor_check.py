@@ -12,6 +12,7 @@ from torch._inductor import custom_graph_pass
 from fxhome.passes import (
     fit_peak,
     in_place,
+    inlined_random,
     lowered_buffers,
     mix_order,
     recorded_layouts,
@@ -46,12 +47,13 @@ class OverLimitError(BaseException):
 
 class ScatteredError(BaseException):
     """Ends a lowering whose blocks lie too far apart, laid or before they are, before the backward is compiled.
-    reserved_bytes: what they need even then.
+    reserved_bytes: what they need even then. is_enforceable: whether the plan runs under a cap all the same.
     """
 
-    def __init__(self, reserved_bytes: int) -> None:
+    def __init__(self, reserved_bytes: int, is_enforceable: bool) -> None:
         super().__init__(reserved_bytes)
         self.reserved_bytes = reserved_bytes
+        self.is_enforceable = is_enforceable
 
 
 class LayoutError(BaseException):
@@ -84,13 +86,14 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         stops_scattered: bool = True,
         only_measures: bool = False,
         keeps_concatenations_whole: bool = False,
+        held_inputs: frozenset[str] = frozenset(),
     ) -> None:
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
         `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
         what is resident, each block laid where it fits; over it, ScatteredError (unless `stops_scattered` is False).
         cap_bytes: the same before any block is laid, in the first steps, where it may give holes back.
         only_measures: every lowering ends here, by MeasuredError. keeps_concatenations_whole: whether the graphs are
-        lowered so (passes/whole_concatenations.py).
+        lowered so (passes/whole_concatenations.py). held_inputs: what the backward is given and the caller holds on to.
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
@@ -98,6 +101,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         self.stops_scattered = stops_scattered
         self.only_measures = only_measures
         self.keeps_concatenations_whole = keeps_concatenations_whole
+        self.held_inputs = held_inputs
         self.room: Room | None = None  # in the graph lowered last
         self.has_parts = False  # whether the graph lowered last has a concatenation that is allocated with a part
         self.limits = (forward_limit_bytes, backward_limit_bytes)
@@ -118,7 +122,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         if self.has_transfers and not self.only_measures and (names := laid_out_otherwise(nodes)):
             raise LayoutError(names)
         self.room = None
-        buffers = LoweredBuffers(nodes, self.workspace)
+        buffers = LoweredBuffers(nodes, self.workspace, self.held_inputs)
         self.has_parts = bool(buffers.whole_of)
         limit = self.limits[1 if V.graph.is_backward else 0]
         if self.has_transfers:
@@ -161,10 +165,11 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
 
     def stop_scattered(self, packed_bytes: int, least_cap_bytes: int) -> None:
         """Raise ScatteredError where a plan's blocks need too much: laid, or in the first steps, under a cap."""
+        is_enforceable = self.cap_bytes is None or least_cap_bytes <= self.cap_bytes
         if self.reserved_limit_bytes is not None and packed_bytes > self.reserved_limit_bytes:
-            raise ScatteredError(packed_bytes)
-        if self.cap_bytes is not None and least_cap_bytes > self.cap_bytes:
-            raise ScatteredError(least_cap_bytes)
+            raise ScatteredError(packed_bytes, is_enforceable)
+        if not is_enforceable:
+            raise ScatteredError(least_cap_bytes, is_enforceable)
 
     def uuid(self) -> Any:
         """Its source, its limits, whether buffers are used again and how concatenations are lowered: what else differs
@@ -176,15 +181,15 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             fit_peak.__file__,
             lowered_buffers.__file__,
             in_place.__file__,
+            inlined_random.__file__,
             mix_order.__file__,
             recorded_layouts.__file__,
             reused_buffers.__file__,
             unfuse.__file__,
             whole_concatenations.__file__,
         )
-        return custom_graph_pass.get_hash_for_files(
-            sources, str((*self.limits, self.stops_scattered, self.keeps_concatenations_whole))
-        )
+        settings = (*self.limits, self.stops_scattered, self.keeps_concatenations_whole, *sorted(self.held_inputs))
+        return custom_graph_pass.get_hash_for_files(sources, str(settings))
 
     def __reduce__(self) -> tuple[Any, ...]:
         """In a pickled cache key it stands for its source and limits."""

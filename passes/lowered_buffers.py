@@ -24,7 +24,7 @@ from fxhome.runtime import codec_ops, ops
 
 HOLDERS = 40
 _HELD_ANYWAY = ("primals_", "tangents_", "arg", "fwd_rng_state", "bwd_rng_state")
-"""Inputs that the caller holds, as torch names them: they are not this graph's."""
+"""Inputs that the caller holds, as torch names them: they are not this graph's. Saved outputs come beside them."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +64,16 @@ class LoweredBuffers:
     """The allocations of the graph that Inductor is scheduling. Built inside a scheduler pass, for any order of
     `nodes`.
 
-    workspace: bytes that an operator's own kernel takes besides its results, by the name of its graph node.
+    workspace: bytes that an operator's own kernel takes besides its results, by the name of its graph node. held:
+    inputs that the caller holds, which are no buffers of this graph's.
     """
 
-    def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int]) -> None:
+    def __init__(
+        self, nodes: Sequence[Any], workspace: Mapping[str, int], held: frozenset[str] = frozenset()
+    ) -> None:
         self.workspace_by_name = workspace
-        self.buffers, kept_inside, self.whole_of = _collect(list(nodes))
+        self.held = held
+        self.buffers, kept_inside, self.whole_of = _collect(list(nodes), held)
         self.by_name = {buffer.name: buffer for buffer in self.buffers}
         self.takeovers = [
             takeover
@@ -155,7 +159,7 @@ class LoweredBuffers:
         return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
 
 
-def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str], dict[str, str]]:
+def _collect(nodes: list[Any], held: frozenset[str]) -> tuple[list[LoweredBuffer], set[str], dict[str, str]]:
     """The allocations, the names of the results that no kernel writes, and by what name results are allocated that are
     not by their own: parts of a concatenation.
     """
@@ -169,7 +173,7 @@ def _collect(nodes: list[Any]) -> tuple[list[LoweredBuffer], set[str], dict[str,
     outputs = set(graph.get_output_names())
     main = "cuda" if "cuda" in graph.device_types else "cpu"
     found: dict[str, LoweredBuffer] = {}
-    for buffer in _input_buffers(inputs, graph, main):
+    for buffer in _input_buffers(inputs, graph, main, held):
         found[buffer.name] = buffer
         buffer.is_output = buffer.is_output or buffer.name in outputs
     aliases: list[tuple[str, LoweredBuffer]] = []
@@ -290,14 +294,16 @@ def _output_names() -> dict[str, str]:
     return {buffer: str(result.name) for buffer, result in zip(names, results, strict=False)}
 
 
-def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str) -> list[LoweredBuffer]:
+def _input_buffers(
+    inputs: Mapping[str, Any], graph: Any, main: str, held: frozenset[str]
+) -> list[LoweredBuffer]:
     """One buffer per storage among the inputs that the graph may free: views of one storage free it together."""
     values = {str(node.target): node.meta.get("val") for node in graph.orig_gm.graph.nodes if node.op == "placeholder"}
     by_storage: dict[object, LoweredBuffer] = {}
     # What nothing reads (an operator that wants no more than its shape) is never dropped: it is there to the end.
     unread = [name for name in values if name not in inputs and not name.startswith(_HELD_ANYWAY)]
     for name in (*inputs, *unread):
-        if _device_of(name, graph) != main or _is_host(name, graph):
+        if name in held or _device_of(name, graph) != main or _is_host(name, graph):
             continue
         value = values.get(name)
         key: object = name

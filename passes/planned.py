@@ -30,7 +30,9 @@ class Planned:
     kept_free_bytes: int = 0
     """How much more than its peak the budget must hold, for graphs that run between its forward and its backward."""
     output_bytes: int = 0
-    """Outputs of the forward that are not saved: the caller holds them during the backward."""
+    """Outputs of the forward, which the caller holds during the backward, whether they are saved for it or not."""
+    held_inputs: frozenset[str] = frozenset()
+    """Inputs of the backward that live in these outputs."""
     step_seconds: dict[str, float] = field(default_factory=dict)
     """How long each planning step took."""
 

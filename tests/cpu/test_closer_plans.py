@@ -95,6 +95,48 @@ def test_where_nothing_closer_fits_the_first_plan_is_kept(monkeypatch: pytest.Mo
     assert lowered == [0]
 
 
+def fallbacks(
+    monkeypatch: pytest.MonkeyPatch, enforceable: Sequence[bool], smallest_runs: bool
+) -> tuple[int, list[int]]:
+    """Compile where no attempt lies close enough, each one closer than the one before; (plan taken, plans lowered)."""
+    numbers = iter(range(MAX_CLOSER))
+    lowered: list[int] = []
+
+    def attempt(_: Any, __: Any, ___: Any, situation: Situation, *, fallback: bool) -> Any:
+        number = next(numbers)
+        reserved_bytes = reserved_limit(BUDGET) + (MAX_CLOSER - number) * (1 << 20)
+        raise inner_inductor._ScatteredPlanError(planned(number), situation, reserved_bytes, enforceable[number])
+
+    def plan(_: Any, __: Any, ___: Any, situation: Situation) -> Planned:
+        assert situation.smallest
+        assert situation.tightest
+        assert situation.lowering_bytes == 0
+        return planned(-1)
+
+    def lower(_: Any, __: Any, chosen: Any, *___: Any, closely: bool) -> Any:
+        assert not closely
+        lowered.append(chosen.number)
+        return LoweredGraphs(lambda: None, BUDGET, None, is_enforceable=smallest_runs)
+
+    monkeypatch.setattr(inner_inductor, "_hold_budget", attempt)
+    monkeypatch.setattr(inner_inductor, "plan_only", plan)
+    monkeypatch.setattr(inner_inductor, "lower_and_check", lower)
+    variant = compile_inductor(cast(Any, None), [], cast(Any, None), Situation(None))
+    return cast(Any, variant.planned).number, lowered
+
+
+def test_a_plan_that_runs_under_a_cap_is_better_than_one_that_lies_closer(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert fallbacks(monkeypatch, (False, True, False), smallest_runs=True) == (1, [1])
+
+
+@pytest.mark.parametrize(("smallest_runs", "taken"), [(True, (-1, [-1])), (False, (2, [-1, 2]))])
+def test_where_no_plan_runs_under_a_cap_the_smallest_is_tried(
+    monkeypatch: pytest.MonkeyPatch, smallest_runs: bool, taken: tuple[int, list[int]]
+) -> None:
+    """It is the plan by which a minimum is named: asked for just that, it must be taken, though others are faster."""
+    assert fallbacks(monkeypatch, (False, False, False), smallest_runs) == taken
+
+
 def tenant(text: str = "a+100 b+20 a- c+20 d+100 d- c- b-") -> list[Allocation]:
     """Best fit needs 220 MiB; laid where they fit, blocks need 140."""
     words = text.split()

@@ -293,3 +293,43 @@ def test_a_warm_cache_shows_the_same_plan_and_the_same_promise(
     second = fxhome.plans()[0]
     assert second.program == first.program
     assert second.predicted_peak_bytes - second.resident_bytes == first.predicted_peak_bytes - first.resident_bytes
+
+
+class Head(nn.Module):
+    """Returns its logits, which it also saves, beside the loss: as models of transformers do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        wide = [nn.Linear(64, 1024), nn.Tanh(), nn.Linear(1024, 64)]
+        self.body, self.head = nn.Sequential(*wide, *copy.deepcopy(wide)), nn.Linear(64, 1000)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits = self.head(self.body(x))
+        return F.cross_entropy(logits, torch.zeros(len(x), dtype=torch.int64)), logits
+
+
+@pytest.mark.parametrize("budget", ["100%", "92%"])
+def test_an_output_that_is_saved_is_counted_once(
+    checks: list[ScheduleCheck], budget: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The caller holds it, and the backward must not count it, nor think that it frees it."""
+    peaks = []
+    original = inner_inductor.lower_and_check
+
+    def keep(gm: Any, inputs: Any, planned: Any, *rest: Any, **how: Any) -> Any:
+        lowered = original(gm, inputs, planned, *rest, **how)
+        peaks.append((planned.plan.predicted_peak_bytes, lowered.predicted_bytes))
+        return lowered
+
+    monkeypatch.setattr(inner_inductor, "lower_and_check", keep)
+    torch.manual_seed(0)
+    model, x = Head(), torch.randn(512, 64)
+    logits_bytes = 512 * 1000 * 4
+
+    loss, logits = torch.compile(model, backend=backend, options={"memory_budget": budget, "inner": "inductor"})(x)
+    loss.backward()
+
+    assert logits.shape == (512, 1000)
+    ((by_model, lowered),) = peaks
+    assert abs(lowered - by_model) < logits_bytes // 4
+    assert lowered > 2 * logits_bytes  # the logits and their gradients
