@@ -68,9 +68,7 @@ class LoweredBuffers:
     inputs that the caller holds, which are no buffers of this graph's.
     """
 
-    def __init__(
-        self, nodes: Sequence[Any], workspace: Mapping[str, int], held: frozenset[str] = frozenset()
-    ) -> None:
+    def __init__(self, nodes: Sequence[Any], workspace: Mapping[str, int], held: frozenset[str] = frozenset()) -> None:
         self.workspace_by_name = workspace
         self.held = held
         self.buffers, kept_inside, self.whole_of = _collect(list(nodes), held)
@@ -294,9 +292,7 @@ def _output_names() -> dict[str, str]:
     return {buffer: str(result.name) for buffer, result in zip(names, results, strict=False)}
 
 
-def _input_buffers(
-    inputs: Mapping[str, Any], graph: Any, main: str, held: frozenset[str]
-) -> list[LoweredBuffer]:
+def _input_buffers(inputs: Mapping[str, Any], graph: Any, main: str, held: frozenset[str]) -> list[LoweredBuffer]:
     """One buffer per storage among the inputs that the graph may free: views of one storage free it together."""
     values = {str(node.target): node.meta.get("val") for node in graph.orig_gm.graph.nodes if node.op == "placeholder"}
     by_storage: dict[object, LoweredBuffer] = {}
