@@ -93,10 +93,11 @@ def _cells(row: Row, rows: Sequence[Row]) -> list[str]:
 
 def _budget_text(name: str, found: dict[str, Any]) -> str:
     least = ", ".join(f"{policy} {_gb(size)}" for policy, size in found["least"].items())
+    tight = f", tight {_gb(found['tight'])} GB ({found['tight'] / found['baseline']:.0%})" if "tight" in found else ""
     return (
         f"- {name}, batch {found['batch']}: baseline {_gb(found['baseline'])} GB; needs at least {least} GB; "
         f"common budget {_gb(found['common'])} GB ({found['common'] / found['baseline']:.0%}), the other one "
-        f"{_gb(found['60%'])} GB ({found['60%'] / found['baseline']:.0%})"
+        f"{_gb(found['60%'])} GB ({found['60%'] / found['baseline']:.0%})" + tight
     )
 
 
