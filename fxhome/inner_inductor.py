@@ -41,7 +41,9 @@ from fxhome.inductor_graphs import (
     resident_peak,
 )
 from fxhome.passes.inductor_check import (
+    USUAL,
     LayoutError,
+    Manner,
     MeasuredError,
     OverLimitError,
     ScatteredError,
@@ -62,6 +64,8 @@ GENEROUS = 200
 """The part of the budget that the generous margin is at least larger."""
 HALVINGS = 2
 """Margins that are tried between one that is too large and the one before."""
+WORTHWHILE = 50
+"""Twice the part of a minimum that another manner of lowering must promise to save, to be tried for it."""
 MAX_CLOSER = 3
 """Plans that are lowered, at most, to find one whose blocks lie close enough."""
 
@@ -279,11 +283,23 @@ def _with_lowered_minimum(
 
 
 def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> int:
-    """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way; nothing is compiled."""
-    from torch._inductor.compile_fx import compile_fx_inner
-
+    """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way, lowered in the manner
+    that takes least; nothing is compiled.
+    """
     planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True, tightest=True))
     assert planned is not None, "what was refused has a backward"
+    check = _measured(gm, example_inputs, planned, USUAL)
+    least = _needed_bytes(planned, check, situation)
+    assert check.backward is not None, "both graphs were seen"
+    for manner in check.other_manners(check.backward, least // WORTHWHILE):
+        least = min(least, _needed_bytes(planned, _measured(gm, example_inputs, planned, manner), situation))
+    return least
+
+
+def _measured(gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, manner: Manner) -> ScheduleCheck:
+    """What the scheduler says of a plan's two graphs, whatever that is; nothing is compiled."""
+    from torch._inductor.compile_fx import compile_fx_inner
+
     check = ScheduleCheck(
         planned.plan.program,
         planned.workspace_by_node,
@@ -291,6 +307,7 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
         0,
         stops_over_limit=False,
         only_measures=True,
+        manner=manner,
         held_inputs=planned.held_inputs,
     )
 
@@ -304,6 +321,10 @@ def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: 
     patches = patches_of(planned) | {"fx_graph_cache": False}
     with contextlib.suppress(DecidedError):
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
+    return check
+
+
+def _needed_bytes(planned: Planned, check: ScheduleCheck, situation: Situation) -> int:
     predicted = checked_peak(planned, check, situation)
     assert predicted is not None, "without a cache the scheduler runs"
     between = boundary_peak(check, situation) + situation.between_bytes

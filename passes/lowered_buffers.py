@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fxhome.passes.allocator import Allocation, events
+from fxhome.passes.buffer_spans import BufferSpans
 from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
 from fxhome.passes.in_place import Takeover, takeovers
 from fxhome.passes.mix_order import mix_order_workspace
@@ -38,6 +39,10 @@ class LoweredPeak:
     kernel: str
     holders: tuple[tuple[str, int], ...] = ()
     """The largest buffers alive then, largest first."""
+    gathered_bytes: int = 0
+    """What is alive then and waits with others of its size for one kernel behind it, but for two of them."""
+    addend_bytes: int = 0
+    """The size of each of these."""
 
 
 @dataclass(eq=False)
@@ -52,12 +57,6 @@ class LoweredBuffer:
     readers: set[Any]
     is_output: bool
     parts: set[Any] = field(default_factory=set)
-
-    def start(self, step: Mapping[Any, int]) -> int:
-        """The step of an order in which it is allocated; the first one for an input."""
-        if self.maker is None:
-            return 0
-        return min(step[node] for node in (self.maker, *self.parts))
 
 
 class LoweredBuffers:
@@ -84,21 +83,15 @@ class LoweredBuffers:
         ]
         self.output_names = _output_names()
         self.workspace = {node: size for node in nodes if (size := _workspace_of(node, workspace))}
+        self.spans = BufferSpans(nodes, self.buffers, self.takeovers, self.workspace)
 
     def lives(self, order: Sequence[Any]) -> list[tuple[LoweredBuffer, int, int]]:
         """(buffer, first step, last step) under an order of the nodes; what is returned lives to len(order).
 
         What is written over an operand begins as that operand ends, one step before.
         """
-        step = {node: i for i, node in enumerate(order)}
-        taken = {self.by_name[t.operand] for t in self.takeovers if self.is_taken(t, step)}
-        found = []
-        for buffer in self.buffers:
-            start = buffer.start(step)
-            last = max((step[reader] for reader in buffer.readers), default=start)
-            last = last - 1 if buffer in taken else last
-            found.append((buffer, start, len(order) if buffer.is_output else max(start, last)))
-        return found
+        start, stop = self.spans.of(order)
+        return list(zip(self.buffers, start.tolist(), stop.tolist(), strict=True))
 
     def allocations(self, order: Sequence[Any]) -> list[Allocation]:
         """What the allocator is asked for, in order. Inputs are there already and only freed; an output carries its
@@ -134,17 +127,8 @@ class LoweredBuffers:
 
     def curve(self, order: Sequence[Any]) -> tuple[list[int], int]:
         """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""
-        total = len(order)
-        change = [0] * (total + 2)
-        for buffer, start, stop in self.lives(order):
-            change[start] += buffer.size_bytes
-            change[stop + 1] -= buffer.size_bytes
-        curve = []
-        running = 0
-        for step, node in enumerate(order):
-            running += change[step]
-            curve.append(running + self.workspace.get(node, 0))
-        return curve, running + change[total]
+        curve, end_bytes = self.spans.curve(order)
+        return curve.tolist(), end_bytes
 
     def peak(self, order: Sequence[Any]) -> LoweredPeak:
         """The worst moment of an order."""
@@ -152,9 +136,27 @@ class LoweredBuffers:
         if not curve:
             return LoweredPeak(0, end_bytes, "")
         worst = max(range(len(curve)), key=curve.__getitem__)
-        alive = [(b.name, b.size_bytes) for b, start, stop in self.lives(order) if start <= worst <= stop]
-        holders = tuple(sorted((item for item in alive if item[1]), key=lambda item: -item[1])[:HOLDERS])
-        return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
+        alive = [buffer for buffer, start, stop in self.lives(order) if start <= worst <= stop]
+        sizes = [(buffer.name, buffer.size_bytes) for buffer in alive if buffer.size_bytes]
+        holders = tuple(sorted(sizes, key=lambda item: -item[1])[:HOLDERS])
+        name = str(order[worst].get_name())
+        return LoweredPeak(curve[worst], end_bytes, name, holders, *_gathered(alive, order[worst + 1 :]))
+
+
+def _gathered(alive: Sequence[LoweredBuffer], behind: Sequence[Any]) -> tuple[int, int]:
+    """(bytes, size of each) of the buffers alive that wait for the same kernel, less two; of one size, the most.
+
+    Inductor takes a sum of several results in one kernel when the last one is there, and all others wait for it.
+    """
+    later = set(behind)
+    waiting: dict[tuple[Any, int], int] = {}
+    for buffer in alive:
+        readers = buffer.readers & later
+        if len(readers) == 1 and not buffer.is_output:
+            key = next(iter(readers)), buffer.size_bytes
+            waiting[key] = waiting.get(key, 0) + 1
+    gathered = [((count - 2) * size, size) for (_, size), count in waiting.items() if count > 2]
+    return max(gathered, default=(0, 0))
 
 
 def _collect(nodes: list[Any], held: frozenset[str]) -> tuple[list[LoweredBuffer], set[str], dict[str, str]]:

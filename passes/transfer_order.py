@@ -21,7 +21,7 @@ _RANKS = {
 }
 """Transfers and codecs; at one place, releases stand first, then what takes memory, then what must be there."""
 RELOADS = (ops.swap_in, codec_ops.swap_in_encoded_op)
-_ARRIVALS = (ops.swap_in_wait, codec_ops.decode_op)
+ARRIVALS = (ops.swap_in_wait, codec_ops.decode_op)
 
 
 def _operators(node: Any) -> list[Any]:
@@ -64,7 +64,7 @@ def place_transfers(nodes: list[Any]) -> list[Any]:
             continue
         planned = _position(node)
         slot = _slot(positions, -1 if planned is None else planned)
-        if operator in _ARRIVALS:
+        if operator in ARRIVALS:
             first = [index[reader] for reader in _compute_readers(node, readers, followers) if reader in index]
             slot = min(first, default=slot)
         keyed.append((slot, _RANKS[operator], planned if planned is not None else order, node))

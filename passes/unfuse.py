@@ -12,11 +12,17 @@
 A plan counts on its own order; such a fusion costs less time than it costs memory where memory is short.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+from fxhome.passes.transfer_order import ARRIVALS, RELOADS, transfer_of, unpackers
+
 MAX_CANDIDATES = 4
+LIGHT_BYTES = 1 << 20
+"""A kernel that makes no more than this may be brought forward for what needs it."""
 
 
 def come_apart(nodes: Sequence[Any], worst: int) -> list[Any] | None:
@@ -37,11 +43,25 @@ def come_apart(nodes: Sequence[Any], worst: int) -> list[Any] | None:
     return [*nodes[:worst], *region, *nodes[last + 1 :]]
 
 
-def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> Iterator[list[Any]]:
-    """Orders in which a kernel before `worst` leaves to a second kernel what is read only behind `worst`, most first.
-
-    size_bytes: of every buffer. An order that is not kept is taken back when the next one is asked for.
+@dataclass(frozen=True)
+class Way:
+    """A kernel in two parts: about how many bytes that leaves free at the worst moment, the order with both, and how to
+    take it back where that order is not kept.
     """
+
+    gain_bytes: int
+    order: Callable[[], list[Any]]
+    undo: Callable[[], None]
+
+
+def ways(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> list[Way]:
+    """What may be tried at a worst moment, the most promising first. size_bytes: of every buffer."""
+    found = [*held_back(nodes, worst, size_bytes), *brought_forward(nodes, worst, size_bytes)]
+    return sorted(found, key=lambda way: -way.gain_bytes)
+
+
+def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> list[Way]:
+    """Orders in which a kernel before `worst` leaves to a second kernel what is read only behind `worst`."""
     index = {node: i for i, node in enumerate(nodes)}
     readers: dict[str, list[int]] = {}
     for i, node in enumerate(nodes):
@@ -59,18 +79,23 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
             first = min((i for name in made for i in readers.get(name, []) if i > worst), default=len(nodes))
             found.append((gain, index[node], late, first))
     found.sort(key=lambda item: (-item[0], item[1]))
-    for _, i, late, first in found[:MAX_CANDIDATES]:
+
+    def order(i: int, late: list[Any], first: int) -> list[Any]:
         node = nodes[i]
         early = [loop for loop in node.get_nodes() if loop not in late]
         pieces = [_joined(node.scheduler, early)] if early else []
         back = _joined(node.scheduler, late) if early else node
-        yield [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
-        _make_known(node, node.get_nodes())
+        return [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
+
+    return [
+        Way(gain, functools.partial(order, i, late, first), functools.partial(_make_whole, nodes[i]))
+        for gain, i, late, first in found[:MAX_CANDIDATES]
+    ]
 
 
-def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> Iterator[list[Any]]:
+def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> list[Way]:
     """Orders in which a kernel behind `worst` makes before it, in a kernel of its own, what it can: what it reads for
-    that need not wait. Those that leave most room first; size_bytes, and what becomes of an order: see `held_back`.
+    that need not wait. The small results that it needs for that follow by their dependencies.
     """
     index = {node: i for i, node in enumerate(nodes)}
     made_at = {buffer.get_name(): index[node] for node in nodes for buffer in node.get_outputs()}
@@ -78,11 +103,12 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
     for i, node in enumerate(nodes):
         for name in _needs(node):
             readers.setdefault(name, []).append(i)
+    light = _light(nodes, worst, made_at, size_bytes)
     found = []
     for node in nodes[worst + 1 :]:
         if type(node).__name__ != "FusedSchedulerNode":
             continue
-        early = _made_early(node, worst, made_at)
+        early = _made_early(node, worst, made_at, light)
         rest = [loop for loop in node.get_nodes() if loop not in early]
         if not early or not rest:
             continue
@@ -96,21 +122,41 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
         if gain > 0:
             found.append((gain, index[node], early, rest))
     found.sort(key=lambda item: (-item[0], item[1]))
-    for _, i, early, rest in found[:MAX_CANDIDATES]:
-        node = nodes[i]
-        pieces = [_joined(node.scheduler, loops) for loops in (early, rest)]
-        yield [*nodes[:worst], pieces[0], *nodes[worst:i], pieces[1], *nodes[i + 1 :]]
-        _make_known(node, node.get_nodes())
+
+    def order(i: int, early: list[Any], rest: list[Any]) -> list[Any]:
+        pieces = [_joined(nodes[i].scheduler, loops) for loops in (early, rest)]
+        return [*nodes[:worst], pieces[0], *nodes[worst:i], pieces[1], *nodes[i + 1 :]]
+
+    return [
+        Way(gain, functools.partial(order, i, early, rest), functools.partial(_make_whole, nodes[i]))
+        for gain, i, early, rest in found[:MAX_CANDIDATES]
+    ]
 
 
-def _made_early(node: Any, worst: int, made_at: Mapping[str, int]) -> list[Any]:
-    """The loops of a kernel for which all is there before `worst`."""
+def _light(nodes: Sequence[Any], worst: int, made_at: Mapping[str, int], size_bytes: Mapping[str, int]) -> set[str]:
+    """Small results made behind `worst`, by kernels and reloads, that could as well be made before it."""
+    unpacking = unpackers(list(nodes))
+    found: set[str] = set()
+    for node in nodes[worst:]:
+        is_kernel = type(node).__name__ in ("FusedSchedulerNode", "SchedulerNode")
+        if not (is_kernel or transfer_of(node) in (*RELOADS, *ARRIVALS) or node in unpacking):
+            continue
+        names = [buffer.get_name() for buffer in node.get_outputs()]
+        if sum(size_bytes.get(name, 0) for name in names) <= LIGHT_BYTES and all(
+            dep.name in found or made_at.get(dep.name, -1) < worst for dep in node.unmet_dependencies
+        ):
+            found.update(names)
+    return found
+
+
+def _made_early(node: Any, worst: int, made_at: Mapping[str, int], light: set[str]) -> list[Any]:
+    """The loops of a kernel for which all is there before `worst`, or may be."""
     early: list[Any] = []
     names: set[str] = set()
     inside = {buffer.get_name() for loop in node.get_nodes() for buffer in loop.get_outputs()}
     for loop in sorted(node.get_nodes(), key=lambda loop: loop.min_order):
         if all(
-            dep.name in names if dep.name in inside else made_at.get(dep.name, -1) < worst
+            dep.name in names if dep.name in inside else dep.name in light or made_at.get(dep.name, -1) < worst
             for dep in loop.unmet_dependencies
         ):
             early.append(loop)
@@ -164,6 +210,11 @@ def _joined(scheduler: Any, loops: list[Any]) -> Any:
     piece = loops[0] if len(loops) == 1 else FusedSchedulerNode(scheduler, loops)
     _make_known(piece, loops)
     return piece
+
+
+def _make_whole(node: Any) -> None:
+    """Take back that a kernel came in parts."""
+    _make_known(node, node.get_nodes())
 
 
 def _make_known(node: Any, loops: Sequence[Any]) -> None:

@@ -12,7 +12,7 @@ from torch._inductor.scheduler import FusedSchedulerNode
 from fxhome.passes.fit_peak import fit
 from fxhome.passes.lowered_buffers import LoweredBuffers
 from fxhome.passes.transfer_order import respect_dependencies, unpackers
-from fxhome.passes.unfuse import come_apart, held_back, independent_parts
+from fxhome.passes.unfuse import come_apart, independent_parts, ways
 
 _Pass: Any = getattr(custom_graph_pass, "CustomSchedulerPass", object)
 
@@ -163,7 +163,13 @@ def test_an_order_that_is_not_taken_leaves_the_scheduler_as_it_was() -> None:
         def __call__(self, nodes: list[Any]) -> list[Any]:
             known = dict(nodes[0].scheduler.name_to_fused_node)
             sizes = {buffer.get_name(): 1 for node in nodes for buffer in node.get_outputs()}
-            self.tried = sum(1 for worst in range(len(nodes)) for _ in held_back(nodes, worst, sizes))
+            self.gains = []
+            for worst in range(len(nodes)):
+                tried = ways(nodes, worst, sizes)
+                self.gains.append([way.gain_bytes for way in tried])
+                for way in tried:
+                    assert way.order() != nodes
+                    way.undo()
             self.unchanged = nodes[0].scheduler.name_to_fused_node == known
             return nodes
 
@@ -180,7 +186,8 @@ def test_an_order_that_is_not_taken_leaves_the_scheduler_as_it_was() -> None:
     with torch._inductor.config.patch(_post_fusion_custom_pass=asks, fx_graph_cache=False):
         torch.compile(function, dynamic=False)(x, w)
 
-    assert asks.tried > 0
+    assert any(asks.gains)
+    assert all(gains == sorted(gains, reverse=True) for gains in asks.gains)
     assert asks.unchanged
 
 
@@ -238,3 +245,49 @@ def test_sums_of_what_comes_one_after_the_other_are_taken_as_it_comes(is_read_ag
     assert fitted.peaks[0] > 5 * large_bytes
     assert fitted.peaks[1] < 2 * large_bytes
     torch.testing.assert_close(found, function(x, w, weights), rtol=1e-4, atol=1e-3)
+
+
+class AsksLate(_Pass):  # type: ignore[misc]
+    """What may be tried at the last product, in an order in which everything is made just before it is read."""
+
+    gain_bytes = 0
+
+    def __call__(self, nodes: list[Any]) -> list[Any]:
+        order = list(nodes)
+        for node in reversed(nodes):
+            made = {buffer.get_name() for buffer in node.get_outputs()}
+            readers = [other for other in order if made & {dep.name for dep in other.unmet_dependencies}]
+            if readers:
+                order.remove(node)
+                order.insert(order.index(readers[0]), node)
+        sizes = {buffer.name: buffer.size_bytes for buffer in LoweredBuffers(order, {}).buffers}
+        worst = max(i for i, node in enumerate(order) if node.is_extern())
+        for way in ways(order, worst, sizes):
+            self.gain_bytes = max(self.gain_bytes, way.gain_bytes)
+            tried = way.order()
+            assert len(respect_dependencies(tried, tried, unpackers(tried))) == len(order) + 1
+            way.undo()
+        return nodes
+
+    def uuid(self) -> Any:
+        return None
+
+
+def test_small_results_that_sums_need_are_made_before_them() -> None:
+    """Each sum is weighted by a vector that is made behind all products: the sums need not wait for that."""
+
+    def function(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        products = []
+        for _ in range(5):
+            products.append(x @ w)
+            x = products[-1] @ w.t() / 32
+        weights = torch.softmax(v, 0)
+        return [(product * weights).sum(1) for product in products]
+
+    x, w, v = torch.randn(512, 16), torch.randn(16, 1024) / 4, torch.randn(1024)
+    asked = AsksLate()
+    torch._dynamo.reset()
+    with torch._inductor.config.patch(_post_fusion_custom_pass=asked, fx_graph_cache=False), torch.no_grad():
+        torch.compile(function, dynamic=False)(x, w, v)
+    large_bytes = 512 * 1024 * 4
+    assert asked.gain_bytes > 3 * large_bytes
