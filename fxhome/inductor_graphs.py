@@ -22,7 +22,7 @@ from fxhome.hooked_graphs import CompiledGraphs, place_blocks, time_host
 from fxhome.host_timer import CudaDevice, HostTimer
 from fxhome.lowered_store import Lowered, recall, remember
 from fxhome.passes.allocator import PAGE_BYTES
-from fxhome.passes.inductor_check import USUAL, Manner, OverLimitError, ScatteredError, ScheduleCheck
+from fxhome.passes.inductor_check import OverLimitError, ScatteredError, ScheduleCheck
 from fxhome.passes.inlined_random import random_numbers_inlined
 from fxhome.passes.insert_codecs import codecs_of
 from fxhome.passes.pipeline import rewrite
@@ -128,9 +128,7 @@ def lower(
         if not planned_here:
             return _compile_fx(gm, example_inputs, patches, **extra)
         assert check is not None, "a plan is checked"
-        joined = concatenations_kept_whole() if check.manner.keeps_concatenations_whole else contextlib.nullcontext()
-        if check.manner.written_sum_bytes is not None:
-            patches = patches | {"realize_acc_reads_size_threshold": check.manner.written_sum_bytes}
+        joined = concatenations_kept_whole() if check.keeps_concatenations_whole else contextlib.nullcontext()
         kept = buffers_used_again(lambda: check.room)
         laid_out, inlined = channels_last_kept(), random_numbers_inlined()
         with torch._functorch.config.patch(donated_buffer=False), laid_out, inlined, joined, kept:
@@ -187,24 +185,20 @@ def lower_and_check(
     """The compiled graphs and their checked peak; where a warm cache skipped the check and none is stored, compile
     anew. closely: blocks that could not be laid close enough raise ScatteredError.
 
-    Where that takes too much, concatenations that are allocated with their first part are written at once, and sums as
-    they grow: in graphs that have such.
+    Where a concatenation that is allocated with its first part is too much, all of them are written at once.
     """
     check = check_for(planned, situation, closely=closely)
     try:
         return _lower_and_check(gm, example_inputs, planned, situation, check, closely=closely)
     except OverLimitError as over:
-        limit = check.limits[1 if over.is_backward else 0]
-        assert limit is not None, "what is over it"
-        least, others = over, check.other_manners(over.peak, over.peak.peak_bytes - limit)
-    for manner in others:
-        log.info("fxhome: lowered as usual it takes %s: trying %s", format_bytes(least.peak.peak_bytes), manner)
-        check = check_for(planned, situation, closely=closely, manner=manner)
-        try:
-            return _lower_and_check(gm, example_inputs, planned, situation, check, closely=closely)
-        except OverLimitError as over:
-            least = min(least, over, key=lambda error: error.peak.peak_bytes)
-    raise least
+        if not check.has_parts:
+            raise
+        log.info(
+            "fxhome: concatenations that are allocated with their first part take %s: written at once instead",
+            format_bytes(over.peak.peak_bytes),
+        )
+        whole = check_for(planned, situation, closely=closely, keeps_concatenations_whole=True)
+        return _lower_and_check(gm, example_inputs, planned, situation, whole, closely=closely)
 
 
 def _lower_and_check(
@@ -349,7 +343,9 @@ def budget_for(least_cap_bytes: int, outside_bytes: int) -> int:
     return min(cap_bytes - CAP_SLACK_BYTES, int(cap_bytes / (1 + CAP_SHARE)) + 1)
 
 
-def check_for(planned: Planned, situation: Situation, *, closely: bool, manner: Manner = USUAL) -> ScheduleCheck:
+def check_for(
+    planned: Planned, situation: Situation, *, closely: bool, keeps_concatenations_whole: bool = False
+) -> ScheduleCheck:
     """The scheduler pass that holds a plan to its budget; `closely`: to what the allocator may take as well."""
     if planned.is_baseline or planned.is_best_effort:
         program = planned.plan.program if planned.is_best_effort else ()
@@ -366,7 +362,7 @@ def check_for(planned: Planned, situation: Situation, *, closely: bool, manner: 
         reserved_limit_bytes=reserved_limit(planned.plan.budget_bytes) - outside if keeps else None,
         cap_bytes=room_under(cap_of(planned.plan.budget_bytes), outside) if keeps else None,
         stops_scattered=closely,
-        manner=manner,
+        keeps_concatenations_whole=keeps_concatenations_whole,
         held_inputs=planned.held_inputs,
     )
 

@@ -41,9 +41,7 @@ from fxhome.inductor_graphs import (
     resident_peak,
 )
 from fxhome.passes.inductor_check import (
-    USUAL,
     LayoutError,
-    Manner,
     MeasuredError,
     OverLimitError,
     ScatteredError,
@@ -64,8 +62,6 @@ GENEROUS = 200
 """The part of the budget that the generous margin is at least larger."""
 HALVINGS = 2
 """Margins that are tried between one that is too large and the one before."""
-WORTHWHILE = 50
-"""Twice the part of a minimum that another manner of lowering must promise to save, to be tried for it."""
 MAX_CLOSER = 3
 """Plans that are lowered, at most, to find one whose blocks lie close enough."""
 
@@ -284,19 +280,21 @@ def _with_lowered_minimum(
 
 def _lowered_minimum(gm: GraphModule, example_inputs: Sequence[Any], plan_step: PlanStep, situation: Situation) -> int:
     """What the smallest plan needs by the scheduler's buffers, its copies moved out of the way, lowered in the manner
-    that takes least; nothing is compiled.
+    that takes least (as `lower_and_check` would); nothing is compiled.
     """
     planned = plan_only(gm, example_inputs, plan_step, replace(situation, smallest=True, tightest=True))
     assert planned is not None, "what was refused has a backward"
-    check = _measured(gm, example_inputs, planned, USUAL)
+    check = _measured(gm, example_inputs, planned)
     least = _needed_bytes(planned, check, situation)
-    assert check.backward is not None, "both graphs were seen"
-    for manner in check.other_manners(check.backward, least // WORTHWHILE):
-        least = min(least, _needed_bytes(planned, _measured(gm, example_inputs, planned, manner), situation))
-    return least
+    if not check.has_parts:
+        return least
+    whole = _measured(gm, example_inputs, planned, keeps_concatenations_whole=True)
+    return min(least, _needed_bytes(planned, whole, situation))
 
 
-def _measured(gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, manner: Manner) -> ScheduleCheck:
+def _measured(
+    gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, *, keeps_concatenations_whole: bool = False
+) -> ScheduleCheck:
     """What the scheduler says of a plan's two graphs, whatever that is; nothing is compiled."""
     from torch._inductor.compile_fx import compile_fx_inner
 
@@ -307,7 +305,7 @@ def _measured(gm: GraphModule, example_inputs: Sequence[Any], planned: Planned, 
         0,
         stops_over_limit=False,
         only_measures=True,
-        manner=manner,
+        keeps_concatenations_whole=keeps_concatenations_whole,
         held_inputs=planned.held_inputs,
     )
 

@@ -5,12 +5,12 @@ over its limit in fit_peak.py.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from torch._inductor import custom_graph_pass
 
 from fxhome.passes import (
+    buffer_spans,
     fit_peak,
     in_place,
     inlined_random,
@@ -69,21 +69,6 @@ class MeasuredError(BaseException):
     """Ends a lowering that was only to be measured."""
 
 
-@dataclass(frozen=True)
-class Manner:
-    """How graphs are lowered; other than the usual manner where that takes too much.
-
-    keeps_concatenations_whole: they are written at once (passes/whole_concatenations.py). written_sum_bytes: what adds
-    up two buffers or more of one size, that many bytes of them, is written, not taken up into the next sum.
-    """
-
-    keeps_concatenations_whole: bool = False
-    written_sum_bytes: int | None = None
-
-
-USUAL = Manner()
-
-
 class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
     """Inductor's post-fusion pass for one plan: it orders the forward and the backward and keeps what it sees of
     them.
@@ -101,22 +86,22 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
         stops_over_limit: bool = True,
         stops_scattered: bool = True,
         only_measures: bool = False,
-        manner: Manner = USUAL,
+        keeps_concatenations_whole: bool = False,
         held_inputs: frozenset[str] = frozenset(),
     ) -> None:
         """The limits: what each graph may hold above what is resident; over it, OverLimitError (unless
         `stops_over_limit` is False). None: no limit. reserved_limit_bytes: what the allocator may take for both above
         what is resident, each block laid where it fits; over it, ScatteredError (unless `stops_scattered` is False).
         cap_bytes: the same before any block is laid, in the first steps, where it may give holes back.
-        only_measures: every lowering ends here, by MeasuredError. manner: in which the graphs are lowered. held_inputs:
-        what the backward is given and the caller holds on to.
+        only_measures: every lowering ends here, by MeasuredError. keeps_concatenations_whole: whether the graphs are
+        lowered so (passes/whole_concatenations.py). held_inputs: what the backward is given and the caller holds on to.
         """
         self.has_transfers = any(item.kind.startswith("swap") or item.kind in ("encode", "decode") for item in program)
         self.workspace = workspace
         self.stops_over_limit = stops_over_limit
         self.stops_scattered = stops_scattered
         self.only_measures = only_measures
-        self.manner = manner
+        self.keeps_concatenations_whole = keeps_concatenations_whole
         self.held_inputs = held_inputs
         self.room: Room | None = None  # in the graph lowered last
         self.has_parts = False  # whether the graph lowered last has a concatenation that is allocated with a part
@@ -161,13 +146,6 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             self.room = Room(buffers.curve(nodes)[0], V.graph, buffers.by_name)
         return nodes
 
-    def other_manners(self, peak: LoweredPeak, over_bytes: int) -> list[Manner]:
-        """In which the graph lowered last, with that peak, may take so much less."""
-        found = [Manner(keeps_concatenations_whole=True)] if self.has_parts else []
-        if 2 * peak.gathered_bytes >= over_bytes > 0:
-            found.append(Manner(written_sum_bytes=2 * peak.addend_bytes))
-        return found
-
     def _reserve(self, allocations: list[Allocation], is_backward: bool) -> None:
         """With both graphs seen, what the allocator takes for a step, left to itself and with its blocks laid."""
         if not is_backward:
@@ -195,12 +173,13 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             raise ScatteredError(least_cap_bytes, is_enforceable)
 
     def uuid(self) -> Any:
-        """Its source, its limits, whether buffers are used again and in what manner graphs are lowered: what else
-        differs between plans is in the graphs already.
+        """Its source, its limits, whether buffers are used again and how concatenations are lowered: what else differs
+        between plans is in the graphs already.
         """
         sources = (
             __file__,
             transfer_order.__file__,
+            buffer_spans.__file__,
             fit_peak.__file__,
             lowered_buffers.__file__,
             in_place.__file__,
@@ -211,7 +190,7 @@ class ScheduleCheck(_SchedulerPass):  # type: ignore[misc]
             unfuse.__file__,
             whole_concatenations.__file__,
         )
-        settings = (*self.limits, self.stops_scattered, self.manner, *sorted(self.held_inputs))
+        settings = (*self.limits, self.stops_scattered, self.keeps_concatenations_whole, *sorted(self.held_inputs))
         return custom_graph_pass.get_hash_for_files(sources, str(settings))
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -39,10 +39,6 @@ class LoweredPeak:
     kernel: str
     holders: tuple[tuple[str, int], ...] = ()
     """The largest buffers alive then, largest first."""
-    gathered_bytes: int = 0
-    """What is alive then and waits with others of its size for one kernel behind it, but for two of them."""
-    addend_bytes: int = 0
-    """The size of each of these."""
 
 
 @dataclass(eq=False)
@@ -136,27 +132,9 @@ class LoweredBuffers:
         if not curve:
             return LoweredPeak(0, end_bytes, "")
         worst = max(range(len(curve)), key=curve.__getitem__)
-        alive = [buffer for buffer, start, stop in self.lives(order) if start <= worst <= stop]
-        sizes = [(buffer.name, buffer.size_bytes) for buffer in alive if buffer.size_bytes]
-        holders = tuple(sorted(sizes, key=lambda item: -item[1])[:HOLDERS])
-        name = str(order[worst].get_name())
-        return LoweredPeak(curve[worst], end_bytes, name, holders, *_gathered(alive, order[worst + 1 :]))
-
-
-def _gathered(alive: Sequence[LoweredBuffer], behind: Sequence[Any]) -> tuple[int, int]:
-    """(bytes, size of each) of the buffers alive that wait for the same kernel, less two; of one size, the most.
-
-    Inductor takes a sum of several results in one kernel when the last one is there, and all others wait for it.
-    """
-    later = set(behind)
-    waiting: dict[tuple[Any, int], int] = {}
-    for buffer in alive:
-        readers = buffer.readers & later
-        if len(readers) == 1 and not buffer.is_output:
-            key = next(iter(readers)), buffer.size_bytes
-            waiting[key] = waiting.get(key, 0) + 1
-    gathered = [((count - 2) * size, size) for (_, size), count in waiting.items() if count > 2]
-    return max(gathered, default=(0, 0))
+        alive = [(b.name, b.size_bytes) for b, start, stop in self.lives(order) if start <= worst <= stop]
+        holders = tuple(sorted((item for item in alive if item[1]), key=lambda item: -item[1])[:HOLDERS])
+        return LoweredPeak(curve[worst], end_bytes, str(order[worst].get_name()), holders)
 
 
 def _collect(nodes: list[Any], held: frozenset[str]) -> tuple[list[LoweredBuffer], set[str], dict[str, str]]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fxhome import inductor_graphs
-from fxhome.passes.inductor_check import USUAL, Manner, OverLimitError, ScheduleCheck
+from fxhome.passes.inductor_check import OverLimitError, ScheduleCheck
 from fxhome.passes.lowered_buffers import LoweredBuffers, LoweredPeak
 from fxhome.passes.whole_concatenations import MAX_PARTS, concatenations_kept_whole
 from tests.graph_tools import written_code
@@ -128,13 +128,13 @@ def test_a_plan_over_its_limit_is_lowered_once_more_where_a_concatenation_is_all
 
     def lower(*given: Any, closely: bool) -> str:
         seen.append(given[-1])
-        if not seen[-1].manner.keeps_concatenations_whole:
+        if not seen[-1].keeps_concatenations_whole:
             seen[-1].has_parts = has_parts
             raise OverLimitError(LoweredPeak(1 << 20, 0, "op1"), is_backward=True)
         return "lowered"
 
-    def check_for(*_: Any, closely: bool, manner: Manner = USUAL) -> ScheduleCheck:
-        return ScheduleCheck((), {}, 0, 0, manner=manner)
+    def check_for(*_: Any, closely: bool, keeps_concatenations_whole: bool = False) -> ScheduleCheck:
+        return ScheduleCheck((), {}, 0, 0, keeps_concatenations_whole=keeps_concatenations_whole)
 
     monkeypatch.setattr(inductor_graphs, "_lower_and_check", lower)
     monkeypatch.setattr(inductor_graphs, "check_for", check_for)
@@ -144,5 +144,5 @@ def test_a_plan_over_its_limit_is_lowered_once_more_where_a_concatenation_is_all
     else:
         with pytest.raises(OverLimitError):
             inductor_graphs.lower_and_check(graph, [], plan, situation)
-    assert [check.manner.keeps_concatenations_whole for check in seen] == [False, True][: 1 + has_parts]
+    assert [check.keeps_concatenations_whole for check in seen] == [False, True][: 1 + has_parts]
     assert len({check.uuid() for check in seen}) == len(seen)
