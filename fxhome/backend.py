@@ -150,10 +150,16 @@ def managed(
 
 
 def _as_recorded(gm: GraphModule, inputs: Sequence[Any]) -> list[Any]:
-    """The fake values that Dynamo traced with, for a later replan: the first batch must die with its step."""
+    """The fake values that Dynamo traced with, for a later replan: the first batch must die with its step.
+
+    A number that Dynamo passes as a tensor stays real: AOTAutograd finds the number's symbol by that tensor alone.
+    """
     placeholders = gm.graph.find_nodes(op="placeholder")
     recorded = [node.meta.get("example_value") for node in placeholders]
-    return [fake if isinstance(fake, FakeTensor) else value for value, fake in zip(inputs, recorded, strict=True)]
+    return [
+        fake if isinstance(fake, FakeTensor) and fake.item_memo is None else value
+        for value, fake in zip(inputs, recorded, strict=True)
+    ]
 
 
 def _device_of(example_inputs: Sequence[Any]) -> torch.device:

@@ -1,4 +1,6 @@
-"""Tracing's records that no kernel keeps to, put right: other types, or storages of more bytes than a result fills."""
+"""Tracing's records that no kernel keeps to, put right: other types, storages of more bytes than a result fills, and
+views in another storage than what they view.
+"""
 
 import operator
 from typing import Any
@@ -7,6 +9,7 @@ import torch
 from torch import fx
 
 from fxhome.passes.capture import fake_mode_of, infer_value
+from fxhome.passes.facts import storage_key
 
 _NORMS_WITH_STATISTICS = frozenset(
     {
@@ -47,8 +50,10 @@ def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> 
     """Put right, in place, what tracing records wrongly: types of the results of some norms, bytes of some losses, of
     folded images, of embedding bags' indices and of copies into a part of a tensor.
 
-    Views of a corrected result are inferred again, so that they still share its storage. runs_as_traced: every operator
-    is run as it stands, and not written anew by a compiler.
+    Views of a corrected result are inferred again, so that they still share its storage, and so are those of a node
+    that a pass of torch's put in another's place (a product with a number that became one with a tensor): they were
+    recorded for the node that is gone. runs_as_traced: every operator is run as it stands, and not written anew by a
+    compiler.
     """
     corrected: set[fx.Node] = set()
     replaced: dict[int, torch.Tensor] = {}  # what was recorded, by storage; kept, so that no storage is met again
@@ -77,6 +82,10 @@ def correct_recorded_values(module: fx.GraphModule, *, runs_as_traced: bool) -> 
             corrected.add(node)
         elif node.target is operator.getitem and node.all_input_nodes[0] in corrected:
             node.meta["val"] = node.all_input_nodes[0].meta["val"][node.args[1]]
+        elif _is_astray(node):
+            infer_value(node)
+            if not isinstance(node.meta["val"], torch.Tensor):
+                corrected.add(node)
         elif replaced and _shares_storage(node.meta.get("val"), replaced):
             infer_value(node)
 
@@ -153,6 +162,20 @@ def _cloned_storage(node: fx.Node) -> torch.Tensor | None:
         whole = source.new_empty(size_bytes // source.element_size())
         result: torch.Tensor = whole.as_strided(source.shape, source.stride(), source.storage_offset())
     return result
+
+
+def _is_astray(node: fx.Node) -> bool:
+    """Whether a view, or several of one operator, is recorded in another storage than the tensor that it views."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload):
+        return False
+    if not target.is_view and target is not torch.ops.aten._unsafe_view.default:
+        return False
+    viewed = node.args[0].meta.get("val") if node.args and isinstance(node.args[0], fx.Node) else None
+    results = node.meta.get("val")
+    first = results[0] if isinstance(results, list | tuple) and results else results
+    keys = storage_key(viewed), storage_key(first)
+    return None not in keys and keys[0] != keys[1]
 
 
 def _shares_storage(value: Any, storages: dict[int, torch.Tensor]) -> bool:

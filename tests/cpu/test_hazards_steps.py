@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import fxhome
+from fxhome import ledger
 from fxhome.errors import InfeasibleBudgetError
 from fxhome.runtime.host_pool import host_pool
 from fxhome.runtime.meter import StorageMeter
@@ -281,6 +282,41 @@ def test_every_batch_size_has_a_plan_of_its_own(dynamic: bool | str | None) -> N
     assert len(plans) == len(sizes)
     assert len({plan.graph_fingerprint for plan in plans}) == len(sizes)
     assert all(any("mark_dynamic" in note for note in plan.notes) == (dynamic == "marked") for plan in plans)
+
+
+class Scaled(Net):
+    """A number of the model's own: where sizes are dynamic, Dynamo passes it as a tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.75
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = super().forward(x * self.scale) * self.scale
+        return result
+
+
+def test_a_graph_that_is_given_a_number_can_be_planned_again() -> None:
+    def gradients(options: dict[str, Any] | None) -> Record:
+        fresh()
+        torch.manual_seed(0)
+        model, found = Scaled(), Record()
+        step = compile_step(step_of(model), options, dynamic=True)
+        held = []
+        for rows, scale in ((512, 0.75), (256, 0.75), (512, 0.75), (512, 0.5)):
+            model.scale = scale
+            step(torch.randn(rows, WIDTH)).backward()
+            held.append(torch.zeros(1 << 20))
+        for name, parameter in model.named_parameters():
+            found.note(name, parameter.grad)
+        return found
+
+    expected = gradients(None)
+    found = gradients({"memory_budget": "75%", "on_infeasible": "best_effort"})
+    graphs = ledger.graphs()
+    assert found.differences(expected) == []
+    assert len(graphs) == 2
+    assert len(graphs[0].variants) > 1, "it was not planned again"
 
 
 def test_at_the_recompile_limit_there_is_an_error_and_nothing_runs_eagerly() -> None:

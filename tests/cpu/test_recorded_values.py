@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import pytest
@@ -118,3 +119,45 @@ def test_a_folded_image_has_the_bytes_of_its_columns() -> None:
 
     assert sum(node.target is torch.ops.aten.col2im.default for node in module.graph.nodes) == 2
     assert sizes.wrong == {}
+
+
+class Scaled(torch.nn.Module):
+    """A product with a number, viewed by what follows; where sizes are dynamic, so is the number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = 0.5
+
+    def forward(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        table = x.cos() * self.scale
+        y = weight
+        for _ in range(3):
+            first, second = table.chunk(2)
+            y = (y * table.unsqueeze(0)).sin() * torch.cat((second, first))
+        return y.sum()
+
+
+def test_views_of_what_took_anothers_place_are_recorded_in_its_storage() -> None:
+    """Where a number is a symbol, torch puts products with a tensor in place of those with the number."""
+    weight = torch.randn(3, 16, 8, requires_grad=True)
+    module, _ = joint_graph(Scaled(), torch.randn(16, 8), weight, dynamic=True)
+
+    def astray() -> list[str]:
+        found = []
+        for node in module.graph.nodes:
+            if isinstance(node.target, torch._ops.OpOverload) and node.target.is_view:
+                (source,) = node.all_input_nodes[:1]
+                results = node.meta["val"]
+                first = results if isinstance(results, torch.Tensor) else results[0]
+                if first.untyped_storage()._cdata != source.meta["val"].untyped_storage()._cdata:
+                    found.append(node.name)
+        return found
+
+    def parts() -> list[bool]:
+        items = [node for node in module.graph.nodes if node.target is operator.getitem]
+        return [node.meta["val"] is node.args[0].meta["val"][node.args[1]] for node in items]
+
+    assert astray(), "torch records them right by now"
+    correct_recorded_values(module, runs_as_traced=True)
+    assert astray() == []
+    assert all(parts())
