@@ -30,7 +30,7 @@ from fxhome.passes.planned import Planned
 from fxhome.passes.recorded_layouts import channels_last_kept, keep_recorded_layouts
 from fxhome.passes.reused_buffers import buffers_used_again
 from fxhome.passes.situation import Situation
-from fxhome.passes.torch_compat import copy_dynamo_module
+from fxhome.passes.torch_compat import copy_dynamo_module, graph_caches_off
 from fxhome.passes.whole_concatenations import concatenations_kept_whole
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.raw_allocator import CudaAllocator
@@ -225,7 +225,7 @@ def _lower_and_check(
         if known is not None:
             return _lowered_graphs(planned, situation, known, compiled, call)
         compiled = CompiledGraphs()
-        with torch._inductor.config.patch(fx_graph_cache=False):
+        with torch._inductor.config.patch(graph_caches_off()):
             call = lower(gm, example_inputs, planned, check, patches_of(planned), inner_compile=compiled.compile)
         predicted = checked_peak(planned, check, situation)
         assert predicted is not None, "without a cache the scheduler runs"

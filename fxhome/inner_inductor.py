@@ -50,6 +50,7 @@ from fxhome.passes.inductor_check import (
 from fxhome.passes.planned import Planned
 from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation, with_lowering
+from fxhome.passes.torch_compat import graph_caches_off
 from fxhome.placement import Plan
 from fxhome.units import format_bytes
 from fxhome.variant import Variant
@@ -316,7 +317,7 @@ def _measured(
             raise DecidedError
         return _never_run
 
-    patches = patches_of(planned) | {"fx_graph_cache": False}
+    patches = patches_of(planned) | graph_caches_off()
     with contextlib.suppress(DecidedError):
         lower(gm, example_inputs, planned, check, patches, inner_compile=measure)
     return check

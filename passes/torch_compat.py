@@ -257,6 +257,19 @@ def inductor_generates(target: torch._ops.OpOverload) -> bool:
     return target in lowering.lowerings and target not in lowering.fallbacks
 
 
+def graph_caches_off() -> dict[str, bool]:
+    """Inductor's settings under which it compiles a graph that it may have in a cache.
+
+    TORCHINDUCTOR_FX_GRAPH_CACHE in the environment is above `fx_graph_cache`: there all caches are off.
+    """
+    from torch._inductor import config
+
+    off = {"fx_graph_cache": False, "fx_graph_remote_cache": False}
+    with config.patch(off):
+        is_forced = bool(config.fx_graph_cache)
+    return off | {"force_disable_caches": True} if is_forced else off
+
+
 def optimizes_layouts() -> bool:
     """Whether Inductor may choose the layout of convolutions by itself, by the settings of this moment."""
     return bool(torch._inductor.config.layout_optimization)

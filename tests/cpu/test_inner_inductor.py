@@ -96,6 +96,25 @@ def test_a_tight_budget_swaps_and_changes_nothing_but_rounding(checks: list[Sche
         torch.testing.assert_close(planned[name], gradient, rtol=1e-4, atol=SHARED_TOLERANCE)
 
 
+def test_where_the_environment_switches_the_cache_of_graphs_on_the_peak_is_checked_all_the_same(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Inductor knows the graphs already, and what was checked of them is not known here."""
+    from torch._inductor import config
+
+    monkeypatch.setattr(config._config["fx_graph_cache"], "env_value_force", True)  # TORCHINDUCTOR_FX_GRAPH_CACHE=1
+    model, x = Blocks(count=1), torch.randn(512, 64)
+    for folder in ("first", "second"):
+        monkeypatch.setenv("FXHOME_CACHE_DIR", str(tmp_path / folder))
+        step(model, x, backend=backend, options={"memory_budget": "1GB", "inner": "inductor"})
+        (plan,) = fxhome.plans()
+        assert plan.predicted_peak_bytes > plan.resident_bytes
+    with pytest.raises(fxhome.InfeasibleBudgetError) as refusal:
+        step(model, x, backend=backend, options={"memory_budget": 1 << 20, "inner": "inductor"})
+    assert refusal.value.minimum_bytes is not None
+    torch._dynamo.reset()
+
+
 def test_the_generated_order_has_every_copy_before_its_wait_and_its_wait_before_its_reader(
     checks: list[ScheduleCheck],
 ) -> None:
