@@ -242,6 +242,7 @@ def _lower_and_check(
 def _lowered_graphs(
     planned: Planned, situation: Situation, known: Lowered, compiled: CompiledGraphs, call: Callable[..., Any]
 ) -> LoweredGraphs:
+    planned.forward_bytes = known.forward_bytes
     return LoweredGraphs(
         call,
         planned.plan.resident_bytes + known.above_resident_bytes,
@@ -299,7 +300,9 @@ def _remember(planned: Planned, check: ScheduleCheck, situation: Situation) -> L
     assert predicted is not None, "both graphs were seen"
     above = predicted - planned.plan.resident_bytes
     boundary = boundary_peak(check, situation)
-    lowered = Lowered(above, check.reserved_bytes, check.packed_bytes, check.least_cap_bytes, boundary)
+    assert check.forward is not None
+    forward = check.forward.peak_bytes
+    lowered = Lowered(above, check.reserved_bytes, check.packed_bytes, check.least_cap_bytes, boundary, forward)
     remember(planned.plan.fingerprint(), planned.is_baseline, lowered)
     return lowered
 

@@ -24,7 +24,7 @@ from fxhome.device import cache_directory
 class Lowered:
     """What a checked plan needs above what is resident: allocated; reserved by the caching allocator that is left to
     itself; the same with blocks laid where they fit; the least that it can do with under a cap before they are; what
-    it holds between its forward and its backward.
+    it holds between its forward and its backward, and at the worst moment of its forward.
     """
 
     above_resident_bytes: int
@@ -32,13 +32,14 @@ class Lowered:
     packed_bytes: int | None = None
     least_cap_bytes: int | None = None
     boundary_bytes: int = 0
+    forward_bytes: int = 0
 
 
 log = logging.getLogger("fxhome")
 
 
 def _path(plan_fingerprint: str, is_baseline: bool) -> Path:
-    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|7".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{plan_fingerprint}|{is_baseline}|{torch.__version__}|8".encode()).hexdigest()[:32]
     return cache_directory() / "lowered" / f"{key}.json"
 
 
@@ -60,7 +61,10 @@ def recall(plan_fingerprint: str, is_baseline: bool) -> Lowered | None:
         stored = json.loads(_path(plan_fingerprint, is_baseline).read_text(encoding="utf-8"))
         optional = ("reserved_bytes", "packed_bytes", "least_cap_bytes")
         sizes = {name: None if stored[name] is None else int(stored[name]) for name in optional}
-        return Lowered(int(stored["above_resident_bytes"]), boundary_bytes=int(stored["boundary_bytes"]), **sizes)
+        above, boundary, forward = (
+            int(stored[name]) for name in ("above_resident_bytes", "boundary_bytes", "forward_bytes")
+        )
+        return Lowered(above, boundary_bytes=boundary, forward_bytes=forward, **sizes)
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:

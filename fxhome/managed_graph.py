@@ -33,6 +33,7 @@ from fxhome.passes.refusal import RESIDENT_SLACK_BYTES
 from fxhome.passes.situation import Situation
 from fxhome.passes.torch_compat import compile_lock, is_inside_backward
 from fxhome.placement import Plan
+from fxhome.returned import Returned
 from fxhome.runtime import codec_sites
 from fxhome.session import Session, compiled_node, open_session
 from fxhome.units import format_bytes
@@ -81,6 +82,7 @@ class ManagedGraph:
         self.may_be_followed = False
         self._joined = self.was_joined = False
         self._last: Session | None = None
+        self._returned: Returned | None = None
         self._seen_outside = 0
         self._announced: set[str] = set()
         self.entries = Entries()
@@ -250,6 +252,8 @@ class ManagedGraph:
             variant, resident, self.device, metered=metered, first=first, behind_bytes=self._behind_bytes(variant)
         )
         session.place = ledger.num_forwards(self.device)
+        if metered:
+            session.returned, session.held_bytes = self._returned, self.returned_bytes
         return session
 
     def _behind_bytes(self, variant: Variant) -> int:
@@ -265,6 +269,7 @@ class ManagedGraph:
         if node is None:
             return
         session.note_forward_end(self.device)
+        self._returned = Returned(outputs, self.device)
         self._pending.append((weakref.ref(node), session))
         graph = weakref.ref(self)
 
@@ -336,6 +341,11 @@ class ManagedGraph:
     def is_pending(self) -> bool:
         """Whether a forward of this graph waits for its backward."""
         return bool(self.outstanding)
+
+    @property
+    def returned_bytes(self) -> int:
+        """What its last forward returned and somebody still holds."""
+        return self._returned.alive_bytes() if self._returned is not None else 0
 
     @property
     def weights(self) -> list[torch.Tensor]:
@@ -418,6 +428,8 @@ class ManagedGraph:
             reserved_bytes=session.reserved_bytes,
         )
         session.meter = None
+        if session.let_go_bytes > 0 and session.is_last and not self._part and ledger.num_forwards(self.device) < 2:
+            variant.let_go(session.let_go_bytes)
         if session.peak_bytes <= plan.budget_bytes or planned.is_best_effort:
             return
         over = session.peak_bytes - plan.budget_bytes

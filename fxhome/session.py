@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from fxhome.optimizer_state import num_stepped
 from fxhome.passes.torch_compat import frugal_benchmarks
+from fxhome.returned import Returned
 from fxhome.runtime.meter import StorageMeter
 from fxhome.variant import Variant
 
@@ -49,6 +50,10 @@ class Session:
         self.later_bytes = self.num_later = 0
         """What forwards that began after it hold at its backward's entry, and how many of them are its own graph's."""
         self.num_stepped = num_stepped()
+        self.returned: Returned | None = None
+        """What the graph's forward before it returned."""
+        self.held_bytes = self.let_go_bytes = 0
+        """What of that was held at its entry; what of it was gone at its backward's."""
         self.is_last = False
         """Whether no other forward of the step began between its forward and its backward."""
         self.benchmarks = ExitStack()
@@ -86,6 +91,8 @@ class Session:
         self.with_frugal_benchmarks()
         self.backward_started = time.perf_counter()
         if self.metered and not self.done:
+            if self.returned is not None:
+                self.let_go_bytes = self.held_bytes - self.returned.alive_bytes()
             if device.type == "cuda":
                 if not self.is_last and not self.num_later:
                     # The worst moment so far is that of the graphs in between, which measure it themselves.

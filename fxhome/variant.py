@@ -16,6 +16,7 @@ from fxhome.passes.planned import Planned
 from fxhome.passes.situation import Situation
 from fxhome.placed_blocks import PlacedBlocks
 from fxhome.placement import Plan
+from fxhome.units import format_bytes
 
 log = logging.getLogger("fxhome")
 
@@ -78,6 +79,23 @@ class Variant:
                 predicted_peak_bytes=self.plan.predicted_peak_bytes - gone,
                 baseline_peak_bytes=self.plan.baseline_peak_bytes - gone,
             )
+
+    def let_go(self, size_bytes: int) -> None:
+        """Predict the step as it was seen: so much of what was held at its entry was gone before its backward.
+
+        The plan goes on holding room for it: the next step may keep it.
+        """
+        plan, planned = self.plan, self.planned
+        assert plan is not None
+        assert planned is not None
+        text = (
+            f"{format_bytes(size_bytes)} that an earlier forward returned was held all through this one: deleted "
+            "before it (del outputs), it would be free for the plan"
+        )
+        lowest = plan.resident_bytes + planned.forward_bytes
+        predicted = max(min(lowest, plan.predicted_peak_bytes), plan.predicted_peak_bytes - size_bytes)
+        planned.kept_free_bytes += plan.predicted_peak_bytes - predicted
+        self.plan = replace(plan, predicted_peak_bytes=predicted, notes=(*plan.notes, text))
 
     def tell_host_time(self, device: torch.device) -> None:
         """Where the host was timed often enough, predict the plan's step by that, and keep it for plans to come."""

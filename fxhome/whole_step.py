@@ -90,6 +90,8 @@ def for_the_whole_step(refusal: InfeasibleBudgetError, graph: ManagedGraph) -> I
         reasons.append(f"{format_bytes(state)} of optimizer state to come")
     if minimum > own_bytes + state:
         reasons.append("what else was seen of this step so far")
+    if returned := graph.returned_bytes:
+        reasons.append(f"{format_bytes(returned)} that its last forward returned and that is still held (del outputs)")
     if graph.may_be_followed and not is_in_the_middle:
         reasons.append("no graph that follows behind a graph break: a later refusal may name more")
     if None in sizes.values():

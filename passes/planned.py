@@ -25,6 +25,8 @@ class Planned:
     is_baseline: bool
     boundary_bytes: int
     """Graph storages alive between forward and backward, tangents not counted."""
+    forward_bytes: int
+    """The worst moment of the forward alone, above what is resident."""
     is_best_effort: bool = False
     """The budget could not be met and the user asked to go on (on_infeasible="best_effort")."""
     kept_free_bytes: int = 0
