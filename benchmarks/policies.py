@@ -6,9 +6,8 @@
 
 Three budgets per model: `common`, the smallest one that both vDNN-conv and Capuchin can meet (by bisection), 60 % of
 the baseline's peak (or 2 % above the smallest feasible budget, where that is more), and, where asked for, `tight`, the
-smallest one that Capuchin can meet. A policy that cannot meet a budget
-is run as far as it gets and marked. Writes <out>/policies_<device>.json and .md after each row; rows that are there
-already are not measured again.
+smallest one that Capuchin can meet. A policy that cannot meet a budget is run as far as it gets and marked. Writes
+<out>/policies_<device>.json and .md after each row; rows that are there already are not measured again.
 """
 
 from __future__ import annotations

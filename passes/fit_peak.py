@@ -30,7 +30,7 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
     """Bring the peak under `limit_bytes`: copies make way, fused kernels wait for their last loop, then those that are
     fused across the worst moment come apart.
     """
-    nodes = _best_order(nodes, buffers, limit_bytes)
+    whole = nodes = _best_order(nodes, buffers, limit_bytes)
     for _ in range(MAX_SPLITS):
         peak_bytes, worst = _worst(nodes, buffers)
         if peak_bytes <= limit_bytes:
@@ -48,7 +48,7 @@ def fit(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> tuple[li
             way.undo()
         else:
             break
-    return _as_planned(nodes, buffers, limit_bytes), buffers
+    return (nodes if nodes is whole else _as_planned(nodes, buffers, limit_bytes)), buffers
 
 
 def _as_planned(nodes: list[Any], buffers: LoweredBuffers, limit_bytes: int) -> list[Any]:

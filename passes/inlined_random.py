@@ -11,8 +11,6 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-
 
 @contextlib.contextmanager
 def random_numbers_inlined() -> Iterator[None]:
@@ -24,27 +22,19 @@ def random_numbers_inlined() -> Iterator[None]:
     from torch._inductor.lowering import lowerings
 
     random = inductor_prims.random
-    written = {key: lowerings[key] for key in (random, *_overloads(random)) if key in lowerings}
+    written = lowerings[random]
 
-    def not_written(lowering: Any) -> Any:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            realize = ir.StorageBox.realize
-            # The only thing that a lowering of this operator has written is its own result.
-            ir.StorageBox.realize = lambda _: None  # type: ignore[assignment,method-assign]
-            try:
-                return lowering(*args, **kwargs)
-            finally:
-                ir.StorageBox.realize = realize  # type: ignore[method-assign]
+    def not_written(*args: Any, **kwargs: Any) -> Any:
+        realize = ir.StorageBox.realize
+        # The only thing that the lowering of this operator has written is its own result.
+        ir.StorageBox.realize = lambda _: None  # type: ignore[assignment,method-assign]
+        try:
+            return written(*args, **kwargs)
+        finally:
+            ir.StorageBox.realize = realize  # type: ignore[method-assign]
 
-        return call
-
-    lowerings.update({key: not_written(lowering) for key, lowering in written.items()})
+    lowerings[random] = not_written
     try:
         yield
     finally:
-        lowerings.update(written)
-
-
-def _overloads(operator: Any) -> list[torch._ops.OpOverload]:
-    packet = getattr(operator, "overloadpacket", operator)
-    return [getattr(packet, name) for name in packet.overloads()]
+        lowerings[random] = written

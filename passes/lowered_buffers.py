@@ -11,15 +11,15 @@ Inputs of the forward are resident and not counted, host copies are not on the d
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from fxhome.passes.allocator import Allocation, events
-from fxhome.passes.buffer_spans import BufferSpans
+from fxhome.passes.buffer_spans import BufferSpans, LoweredBuffer
 from fxhome.passes.facts import allocated_bytes, storage_key, storage_nbytes
-from fxhome.passes.in_place import Takeover, takeovers
+from fxhome.passes.in_place import takeovers
 from fxhome.passes.mix_order import mix_order_workspace
 from fxhome.runtime import codec_ops, ops
 
@@ -39,20 +39,6 @@ class LoweredPeak:
     kernel: str
     holders: tuple[tuple[str, int], ...] = ()
     """The largest buffers alive then, largest first."""
-
-
-@dataclass(eq=False)
-class LoweredBuffer:
-    """One allocation. `maker` is None for an input; `parts` write into it, perhaps before it is complete; `readers` are
-    the nodes that need it; outputs stay.
-    """
-
-    name: str
-    size_bytes: int
-    maker: Any
-    readers: set[Any]
-    is_output: bool
-    parts: set[Any] = field(default_factory=set)
 
 
 class LoweredBuffers:
@@ -96,8 +82,7 @@ class LoweredBuffers:
         step = {node: i for i, node in enumerate(order)}
         # What is written over an operand is the operand's block under another name.
         block = {buffer.name: buffer.name for buffer in self.buffers}
-        taken = sorted((t for t in self.takeovers if self.is_taken(t, step)), key=lambda t: step[t.kernel])
-        for takeover in taken:
+        for takeover in self.spans.taken(order):
             block[takeover.result] = block[takeover.operand]
         lives: dict[str, tuple[int, int, int]] = {}
         for buffer, start, stop in self.lives(order):
@@ -115,11 +100,6 @@ class LoweredBuffers:
             (f"workspace of {node.get_name()}", size, step[node], step[node]) for node, size in self.workspace.items()
         ]
         return events(named, len(order))
-
-    def is_taken(self, takeover: Takeover, step: Mapping[Any, int]) -> bool:
-        """Whether the operand has no other reader left when the kernel runs. step: of every node in an order."""
-        operand, kernel = self.by_name[takeover.operand], takeover.kernel
-        return all(reader is kernel or step[reader] < step[kernel] for reader in operand.readers)
 
     def curve(self, order: Sequence[Any]) -> tuple[list[int], int]:
         """Bytes alive while each node runs, its own workspace included; and the bytes alive at the end."""

@@ -56,7 +56,11 @@ class Way:
 
 def ways(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> list[Way]:
     """What may be tried at a worst moment, the most promising first. size_bytes: of every buffer."""
-    found = [*held_back(nodes, worst, size_bytes), *brought_forward(nodes, worst, size_bytes)]
+    kinds = (held_back(nodes, worst, size_bytes), brought_forward(nodes, worst, size_bytes))
+    return _most_promising([way for kind in kinds for way in _most_promising(kind)[:MAX_CANDIDATES]])
+
+
+def _most_promising(found: Sequence[Way]) -> list[Way]:
     return sorted(found, key=lambda way: -way.gain_bytes)
 
 
@@ -77,20 +81,18 @@ def held_back(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -
         gain = sum(size_bytes.get(name, 0) for name in outside)
         if gain:
             first = min((i for name in made for i in readers.get(name, []) if i > worst), default=len(nodes))
-            found.append((gain, index[node], late, first))
-    found.sort(key=lambda item: (-item[0], item[1]))
+            order = functools.partial(_with_a_late_part, nodes, index[node], late, first)
+            found.append(Way(gain, order, functools.partial(_make_whole, node)))
+    return found
 
-    def order(i: int, late: list[Any], first: int) -> list[Any]:
-        node = nodes[i]
-        early = [loop for loop in node.get_nodes() if loop not in late]
-        pieces = [_joined(node.scheduler, early)] if early else []
-        back = _joined(node.scheduler, late) if early else node
-        return [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
 
-    return [
-        Way(gain, functools.partial(order, i, late, first), functools.partial(_make_whole, nodes[i]))
-        for gain, i, late, first in found[:MAX_CANDIDATES]
-    ]
+def _with_a_late_part(nodes: Sequence[Any], i: int, late: list[Any], first: int) -> list[Any]:
+    """The order in which some loops of the i-th kernel stand before the node that was `first` to need them."""
+    node = nodes[i]
+    early = [loop for loop in node.get_nodes() if loop not in late]
+    pieces = [_joined(node.scheduler, early)] if early else []
+    back = _joined(node.scheduler, late) if early else node
+    return [*nodes[:i], *pieces, *nodes[i + 1 : first], back, *nodes[first:]]
 
 
 def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, int]) -> list[Way]:
@@ -120,17 +122,15 @@ def brought_forward(nodes: Sequence[Any], worst: int, size_bytes: Mapping[str, i
         waits = [b for b in made if b.get_name() in needed or len(readers.get(b.get_name(), [])) > 1]
         gain = sum(size_bytes.get(name, 0) for name in freed) - sum(_size_bytes(buffer) for buffer in waits)
         if gain > 0:
-            found.append((gain, index[node], early, rest))
-    found.sort(key=lambda item: (-item[0], item[1]))
+            order = functools.partial(_with_an_early_part, nodes, worst, index[node], (early, rest))
+            found.append(Way(gain, order, functools.partial(_make_whole, node)))
+    return found
 
-    def order(i: int, early: list[Any], rest: list[Any]) -> list[Any]:
-        pieces = [_joined(nodes[i].scheduler, loops) for loops in (early, rest)]
-        return [*nodes[:worst], pieces[0], *nodes[worst:i], pieces[1], *nodes[i + 1 :]]
 
-    return [
-        Way(gain, functools.partial(order, i, early, rest), functools.partial(_make_whole, nodes[i]))
-        for gain, i, early, rest in found[:MAX_CANDIDATES]
-    ]
+def _with_an_early_part(nodes: Sequence[Any], worst: int, i: int, parts: tuple[list[Any], list[Any]]) -> list[Any]:
+    """The order in which the first of two parts of the i-th kernel stands before the worst moment."""
+    early, rest = (_joined(nodes[i].scheduler, loops) for loops in parts)
+    return [*nodes[:worst], early, *nodes[worst:i], rest, *nodes[i + 1 :]]
 
 
 def _light(nodes: Sequence[Any], worst: int, made_at: Mapping[str, int], size_bytes: Mapping[str, int]) -> set[str]:

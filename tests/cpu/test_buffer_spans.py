@@ -2,29 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxhome.passes.buffer_spans import BufferSpans
+from fxhome.passes.buffer_spans import BufferSpans, LoweredBuffer
 from fxhome.passes.in_place import Takeover
 
-
-@dataclass(eq=False)
-class StandIn:
-    """A buffer of a graph whose nodes are numbers."""
-
-    name: str
-    size_bytes: int
-    maker: Any
-    readers: set[Any]
-    is_output: bool
-    parts: set[Any] = field(default_factory=set)
-
-
-Graph = tuple[list[int], list[StandIn], list[Takeover], dict[int, int]]
+Graph = tuple[list[int], list[LoweredBuffer], list[Takeover], dict[int, int]]
 
 
 @st.composite
@@ -33,7 +19,7 @@ def graphs(draw: st.DrawFn) -> Graph:
     nodes = list(range(draw(st.integers(1, 8))))
     node = st.sampled_from(nodes)
     buffers = [
-        StandIn(
+        LoweredBuffer(
             f"buf{i}",
             draw(st.integers(0, 100)),
             draw(st.none() | node),

@@ -10,7 +10,7 @@ from typing import Any, cast
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fxhome.passes.buffer_spans import BufferSpans
+from fxhome.passes.buffer_spans import BufferSpans, LoweredBuffer
 from fxhome.passes.fit_peak import _Moves, relieve
 from fxhome.runtime import ops
 
@@ -42,16 +42,6 @@ class Node:
         return [SimpleNamespace(get_name=lambda: self.name)]
 
 
-@dataclass(eq=False)
-class Buffer:
-    name: str
-    size_bytes: int
-    maker: Any
-    readers: set[Any]
-    is_output: bool = False
-    parts: frozenset[Any] = frozenset()
-
-
 def graph(draw: Any) -> tuple[list[Node], BufferSpans]:
     """A chain of kernels; some bring something back for a later one, some send their result away when it was read."""
     count = draw(st.integers(3, 8))
@@ -77,8 +67,9 @@ def graph(draw: Any) -> tuple[list[Node], BufferSpans]:
     buffers = []
     for name, size_bytes in size.items():
         names = {name, *(wait for wait, source in alias.items() if source == name)}
-        buffers.append(Buffer(name, size_bytes, maker[name], {n for n in nodes if names & set(n.reads)}))
-    return nodes, BufferSpans(nodes, cast(Any, buffers), [], {})
+        readers = {node for node in nodes if names & set(node.reads)}
+        buffers.append(LoweredBuffer(name, size_bytes, maker[name], readers, is_output=False))
+    return nodes, BufferSpans(nodes, buffers, [], {})
 
 
 def is_valid(order: Sequence[Node], nodes: Sequence[Node]) -> bool:

@@ -24,8 +24,7 @@ class Recorder:
 
     def __call__(self, nodes: list[Any]) -> list[Any]:
         buffers = LoweredBuffers(nodes, {})
-        step = {node: i for i, node in enumerate(nodes)}
-        self.pairs |= {(t.result, t.operand) for t in buffers.takeovers if buffers.is_taken(t, step)}
+        self.pairs |= {(t.result, t.operand) for t in buffers.spans.taken(nodes)}
         self.peak_bytes = max(self.peak_bytes, buffers.peak(nodes).peak_bytes)
         return nodes
 
